@@ -1,0 +1,49 @@
+"""The command line: one file a command. Exit codes: 0 done as asked, 1 a failure, 2 a wrong use or a wrong job file."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from shoal.cli import doctor, prepare, sample, schema, train
+from shoal.config import ConfigError
+from shoal.version import __version__
+
+app = typer.Typer(
+    name="shoal",
+    help="Train any PyTorch model on any number of devices.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("train")(train.train)
+app.command("prepare")(prepare.prepare)
+app.command("sample")(sample.sample)
+app.command("doctor")(doctor.doctor)
+app.command("schema")(schema.schema)
+
+
+def _version(shown: bool) -> None:
+    if shown:
+        typer.echo(f"shoal {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Show the version."
+    ),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; mistakes of use end in one line and exit code 2."""
+    try:
+        app()
+    except ConfigError as error:
+        print(f"shoal: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,47 @@
+"""What commands share: a progress bar for data, and the way a wrong use ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+
+def fail(message: str, code: int = 2) -> typer.Exit:
+    """Say what is wrong on stderr; raise what it returns."""
+    print(f"shoal: {message}", file=sys.stderr)
+    return typer.Exit(code)
+
+
+@contextmanager
+def data_progress(*, shown: bool) -> Iterator[Callable[[str, int, int | None], None]]:
+    """A bar a stage of data preparation; on a log, a line a stage."""
+    console = Console(stderr=True, highlight=False)
+    if not shown or not console.is_terminal:
+        yield _lines(shown)
+        return
+    columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def tell(stage: str, done: int, total: int | None) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield tell
+
+
+def _lines(shown: bool) -> Callable[[str, int, int | None], None]:
+    seen: set[str] = set()
+
+    def tell(stage: str, done: int, total: int | None) -> None:
+        if shown and stage not in seen:
+            seen.add(stage)
+            print(f"data     {stage}", file=sys.stderr)
+
+    return tell

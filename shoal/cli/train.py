@@ -1,0 +1,44 @@
+"""`shoal train`."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+
+def train(
+    job: str = typer.Argument(help="A job file, or a run directory to go on with."),
+    overrides: list[str] = typer.Argument(None, help="key=value words, such as plan.shard=2 train.steps=50"),
+    as_json: bool = typer.Option(False, "--json", help="Print how it ended as JSON, for machines."),
+) -> None:
+    """Train here, on whatever this machine has.
+
+    Example: shoal train examples/quickstart.toml train.steps=20
+    """
+    from shoal.cli.show import data_progress
+    from shoal.config import load
+    from shoal.launch.local import launch
+    from shoal.launch.ready import make_ready
+    from shoal.run import job_file_of
+
+    settings = load(job_file_of(job), overrides or [])
+    with data_progress(shown=not as_json) as progress:
+        settings = make_ready(settings, progress=progress)
+    assert settings.plan is not None
+    outcome = launch(settings, settings.plan.world_size)
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    "state": outcome.state,
+                    "step": outcome.step,
+                    "run": settings.run.dir,
+                    "report": outcome.report,
+                }
+            )
+        )
+    elif outcome.state != "failed":
+        go_on = f"go on:   shoal train {settings.run.dir}" if outcome.state == "interrupted" else ""
+        typer.echo(go_on or f'try it:  shoal sample {settings.run.dir} "def "')
+    raise typer.Exit(1 if outcome.state == "failed" else 0)

@@ -1,0 +1,98 @@
+"""`Cluster`: on what a job runs. Nodes, devices, memory, rates and links.
+
+Said in a line (`8 h100`, `4x8 h100` for 4 nodes of 8, `2 cpu`) or detected by `shoal.world.detect_cluster`. Frozen data
+that imports neither torch nor the rest of shoal.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+GIB = 1024**3
+
+
+class Device(BaseModel):
+    """One kind of device; rates are the vendor's dense peaks, which no real program reaches."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str
+    type: Literal["cuda", "cpu"]
+    memory_bytes: int | None = Field(
+        None, description="device memory; unknown for CPU ranks, which share the host's"
+    )
+    flops: float | None = Field(None, description="peak dense bf16 operations a second; unknown for CPUs")
+    bandwidth_bytes_s: float | None = Field(None, description="peak memory bandwidth, bytes/s")
+    link_bytes_s: float | None = Field(
+        None, description="bandwidth to a device of the same node, bytes/s, one way"
+    )
+
+
+def _gpu(kind: str, gib: float, tflops: float, tb_s: float, link_gb_s: float) -> Device:
+    return Device(
+        kind=kind,
+        type="cuda",
+        memory_bytes=int(gib * GIB),
+        flops=tflops * 1e12,
+        bandwidth_bytes_s=tb_s * 1e12,
+        link_bytes_s=link_gb_s * 1e9,
+    )
+
+
+DEVICES: dict[str, Device] = {
+    device.kind: device
+    for device in (
+        # vendors' datasheets: memory GiB, dense bf16 TFLOP/s, TB/s, GB/s one way to a neighbour
+        _gpu("a100", 80, 312, 2.04, 300),
+        _gpu("a100-40", 40, 312, 1.56, 300),
+        _gpu("h100", 80, 989, 3.35, 450),
+        _gpu("h200", 141, 989, 4.8, 450),
+        _gpu("b200", 180, 2250, 8.0, 900),
+        _gpu("l40s", 48, 362, 0.86, 32),
+        _gpu("rtx4090", 24, 165, 1.01, 32),
+        _gpu("mi300x", 192, 1307, 5.3, 64),
+        Device(kind="cpu", type="cpu"),
+    )
+}
+
+
+class Cluster(BaseModel):
+    """Nodes of equal devices.
+
+    Example:
+        >>> Cluster.parse("4x8 h100").num_devices
+        32
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    nodes: int = Field(1, ge=1)
+    devices_per_node: int = Field(1, ge=1)
+    device: Device = DEVICES["cpu"]
+
+    @property
+    def num_devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """Read `[nodes x] devices kind`.
+
+        Raises:
+            ValueError: naming the text and the forms and kinds that are known.
+        """
+        match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s+([\w-]+)\s*", text.lower())
+        if not match or match[3] not in DEVICES or int(match[2]) == 0 or match[1] == "0":
+            raise ValueError(
+                f"cluster = {text!r} is not understood: expected 'devices kind' or 'nodes x devices kind', such as "
+                f"'8 h100' or '4x8 h100'; kinds: {', '.join(DEVICES)}"
+            )
+        return cls(nodes=int(match[1] or 1), devices_per_node=int(match[2]), device=DEVICES[match[3]])
+
+    def describe(self) -> str:
+        """The line that `parse` reads."""
+        nodes = f"{self.nodes}x" if self.nodes > 1 else ""
+        return f"{nodes}{self.devices_per_node} {self.device.kind}"

@@ -1,0 +1,182 @@
+"""Files and key=value words into `Settings`: everything `shoal train` needs, checked before any process starts.
+
+Every mistake is reported as one `ConfigError` that names the key, the value and what would work.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel, Field, ValidationError
+
+from shoal.job import Data, Job, Model, Optimizer, Section, Train
+from shoal.plan import Plan
+from shoal.run import CheckpointPolicy, RunPolicy
+
+
+class ConfigError(ValueError):
+    """A job file or override that cannot be used; the message says what, where and what would work."""
+
+
+class Settings(Section):
+    """A job file: the job's four tables, and how and where to run it."""
+
+    model: Model = Model()
+    data: Data = Data()
+    train: Train = Train()
+    optimizer: Optimizer = Optimizer()
+    plan: Plan | None = Field(None, description="left out, or the word auto: chosen for the machine")
+    cluster: str = Field("auto", description='"auto": this machine; or such as "2 cpu", "8 h100", "4x8 h100"')
+    checkpoint: CheckpointPolicy = CheckpointPolicy()
+    run: RunPolicy = RunPolicy()
+
+    @property
+    def job(self) -> Job:
+        """The part that decides the numbers."""
+        return Job(model=self.model, data=self.data, train=self.train, optimizer=self.optimizer)
+
+    def with_plan(self, plan: Plan) -> Settings:
+        return self.model_copy(update={"plan": plan})
+
+    def to_toml(self) -> str:
+        """The settings as a job file, complete but for values that are left to be chosen."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+    @classmethod
+    def from_toml(cls, text: str) -> Settings:
+        return parse(tomllib.loads(text), where="job")
+
+
+def load(path: str | Path, overrides: Iterable[str] = ()) -> Settings:
+    """Read a job file and apply `key=value` words to it.
+
+    Raises:
+        ConfigError: no such file, broken TOML, unknown key, wrong type, impossible value.
+    """
+    path = Path(path)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no job file {str(path)!r}{_nearest_file(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"job file {str(path)!r} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+    return parse(apply_overrides(table, overrides), where=str(path))
+
+
+def apply_overrides(table: dict[str, Any], words: Iterable[str]) -> dict[str, Any]:
+    """A copy of `table` with each `section.key=value` set; values are TOML, bare words are strings.
+
+    Example:
+        >>> apply_overrides({}, ["plan.shard=4", "run.dir=/data/r1"])
+        {'plan': {'shard': 4}, 'run': {'dir': '/data/r1'}}
+    """
+    table = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{word!r} is not an override: expected key=value, such as plan.shard=4")
+        _set(table, key.strip().split("."), _value(text), word)
+    return table
+
+
+def _set(table: dict[str, Any], path: list[str], value: Any, word: str) -> None:
+    *parents, last = path
+    for parent in parents:
+        inner = table.setdefault(parent, {})
+        if inner == "auto":
+            inner = table[parent] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{word!r}: {parent} is a value, not a table")
+        table[parent] = inner = dict(inner)
+        table = inner
+    table[last] = value
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def parse(table: dict[str, Any], where: str) -> Settings:
+    """Check a table and make it `Settings`.
+
+    Raises:
+        ConfigError: listing every mistake, each with its key, its value and the nearest right key.
+    """
+    if table.get("plan") == "auto":
+        table = {key: value for key, value in table.items() if key != "plan"}
+    try:
+        settings = Settings.model_validate(table)
+        _ = settings.job  # checks across its tables
+    except ValidationError as error:
+        raise ConfigError(f"{where}: " + "\n  ".join(_explain(item) for item in error.errors())) from None
+    return settings
+
+
+def _explain(item: Any) -> str:
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{_nearest_key(item['loc'])}"
+    message = item["msg"].removeprefix("Value error, ")
+    if not key or item["type"] == "value_error":
+        return f"{key}: {message}" if key else message
+    return f"{key} = {item['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def keys() -> dict[str, list[str]]:
+    """The keys of each table of a job file, and those outside tables under ''."""
+    found: dict[str, list[str]] = {"": []}
+    for name, field in Settings.model_fields.items():
+        section = _section(field.annotation)
+        if section is None:
+            found[""].append(name)
+        else:
+            found[name] = list(section.model_fields)
+    return found
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    for candidate in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _nearest_key(loc: tuple[Any, ...]) -> str:
+    *parents, last = (str(part) for part in loc)
+    known = keys()
+    everywhere = [f"{table}.{key}" if table else key for table, names in known.items() for key in names]
+    table = ".".join(parents)
+    near = difflib.get_close_matches(
+        last, known.get(table, list(known)) if parents else [*known, *known[""]], 1, 0.6
+    )
+    if near:
+        return f"; did you mean {'.'.join([*parents, near[0]])!r}?"
+    elsewhere = [full for full in everywhere if full.rsplit(".", 1)[-1] == last]
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]!r}?"
+    options = known.get(table) if parents else [name for name in [*known, *known[""]] if name]
+    return f"; known here: {', '.join(options)}" if options else ""
+
+
+def _nearest_file(path: Path) -> str:
+    beside = [str(other) for other in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(str(path), beside, 1, 0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a job file, for editors that complete and check TOML."""
+    schema = Settings.model_json_schema()
+    schema["title"] = "Shoal job file"
+    schema["properties"]["plan"] = {"anyOf": [{"const": "auto"}, {"$ref": "#/$defs/Plan"}]}
+    return schema

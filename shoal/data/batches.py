@@ -1,0 +1,281 @@
+"""Batches: opens what a job names and deals each global batch out to the ranks, always in one order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
+
+from shoal.data.cut import (
+    Cut,
+    MicroBatch,
+    Portion,
+    Portions,
+    StepBatch,
+    WorldLike,
+    cut_for,
+    eval_portions,
+    train_portions,
+)
+from shoal.data.format import TOKENIZER_FILE, PreparedIndex, read_index
+from shoal.data.prefetch import DataError, at_step, read_ahead
+from shoal.data.stream import Slice, StreamPart, sharded_steps, stream_steps
+from shoal.data.synthetic import EVAL_SAMPLES, TRAIN_SAMPLES, SyntheticDataset
+from shoal.data.text import SourceKind, source_kind, source_name
+from shoal.data.tokens import NO_LABEL, TokenDataset
+from shoal.data.user import (
+    describe_samples,
+    is_dataset,
+    is_iterable,
+    loaded,
+    map_loader,
+    open_user_datasets,
+)
+from shoal.job import Data, Job
+from shoal.plan import Plan
+
+__all__ = [
+    "DataError",
+    "Datasets",
+    "MicroBatch",
+    "StepBatch",
+    "WorldLike",
+    "batches",
+    "eval_batches",
+    "open_dataset",
+]
+
+DEADLINE_S = 600.0
+TextDataset = TokenDataset | SyntheticDataset
+
+logger = logging.getLogger(__name__)
+
+
+class Datasets(NamedTuple):
+    """What a job reads: to train, to evaluate (or None); of text also vocabulary size and tokenizer.json."""
+
+    train: Any
+    eval: Any | None
+    vocab: int | None
+    tokenizer: Path | None
+
+
+def open_dataset(data: Data, seed: int, folder: Path | None) -> Datasets:
+    """Open what `data.source` names. `folder` is where `prepare` put a text source, else unused.
+
+    Raises:
+        ValueError: text that is not prepared, or is from other settings; a damaged folder; no such dataset.
+
+    Example:
+        >>> open_dataset(Data(source="synthetic", vocab=512), seed=0, folder=None).vocab
+        512
+    """
+    kind = source_kind(data.source)
+    if kind is SourceKind.SYNTHETIC:
+        return _open_synthetic(data, seed)
+    if kind is SourceKind.USER:
+        train, held_out = open_user_datasets(source_name(data.source), data.options)
+        return Datasets(train, held_out, None, None)
+    if kind is SourceKind.PREPARED:
+        folder = Path(source_name(data.source))
+        return _open_tokens(data, folder, read_index(folder))
+    if folder is None:
+        raise ValueError(f"data.source {source_name(data.source)!r} is text: prepare it, and give the folder")
+    index = read_index(folder)
+    _check_origin(data, seed, folder, index)
+    return _open_tokens(data, folder, index)
+
+
+def batches(
+    dataset: Any,
+    job: Job,
+    plan: Plan,
+    world: WorldLike,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    deadline_s: float = DEADLINE_S,
+) -> Generator[StepBatch]:
+    """This rank's part of the global batches of steps start to stop (default: train.steps).
+
+    The samples of a step depend on the seed and the step alone: not on the plan, the world, the loader
+    processes, or where the run was resumed. A map-style dataset is read again and again, an iterable ends.
+    Text is read ahead in a thread, datasets of the user's own by data.workers loader processes (with 0, in
+    the calling thread, where no deadline can be kept).
+
+    Raises:
+        ValueError: the plan does not fit the world or global batch, or the dataset is none or empty.
+        DataError: a sample cannot be read, or nothing came for `deadline_s` seconds. Names step and samples.
+
+    Example:
+        >>> for batch in batches(dataset, job, plan, world, start=100):  # doctest: +SKIP
+        ...     for micro_batch in batch.micro_batches:
+        ...         loss = model(micro_batch.data["tokens"])
+    """
+    steps = range(start, job.train.steps if stop is None else stop)
+    cut = cut_for(plan, world, job.train.global_batch)
+    if not isinstance(dataset, TextDataset) and is_iterable(dataset):
+        _warn_of_cost(job.data, world)
+        return _stream(dataset, job, plan, cut, world, steps, None, deadline_s)
+    portions = train_portions(cut, job.train.seed, _length(dataset), job.data.shuffle)
+    return _indexed(dataset, job, portions, steps, deadline_s)
+
+
+def eval_batches(
+    dataset: Any, job: Job, plan: Plan, world: WorldLike, *, deadline_s: float = DEADLINE_S
+) -> Generator[StepBatch]:
+    """This rank's part of the held-out samples, each counted once: all, or the first train.eval_samples.
+
+    All ranks get the same number of micro-batches; those past the end are fillers. Raises as `batches` does.
+    """
+    cut = cut_for(plan, world, job.train.global_batch)
+    limit = job.train.eval_samples
+    if not isinstance(dataset, TextDataset) and is_iterable(dataset):
+        steps = range(1 << 62) if limit is None else range(-(-limit // cut.global_batch))
+        return _stream(dataset, job, plan, cut, world, steps, limit, deadline_s)
+    samples = _length(dataset) if limit is None else min(limit, _length(dataset))
+    portions = eval_portions(cut, samples, fixed_count=plan.pipeline > 1)
+    return _indexed(dataset, job, portions, range(-(-samples // cut.global_batch)), deadline_s)
+
+
+def _open_synthetic(data: Data, seed: int) -> Datasets:
+    def part(samples: int, first: int) -> SyntheticDataset:
+        return SyntheticDataset(
+            data.vocab,
+            data.seq_len,
+            seed,
+            samples=samples,
+            first=first,
+            isolate_documents=data.isolate_documents,
+        )
+
+    held_out = part(EVAL_SAMPLES, TRAIN_SAMPLES) if data.eval_fraction else None
+    return Datasets(part(TRAIN_SAMPLES, 0), held_out, data.vocab, None)
+
+
+def _open_tokens(data: Data, folder: Path, index: PreparedIndex) -> Datasets:
+    train = TokenDataset(folder, "train", data.seq_len, data.isolate_documents)
+    has_eval = "eval" in index.splits and index.splits["eval"].tokens > 1
+    held_out = TokenDataset(folder, "eval", data.seq_len, data.isolate_documents) if has_eval else None
+    return Datasets(train, held_out, index.vocab, folder / TOKENIZER_FILE)
+
+
+def _check_origin(data: Data, seed: int, folder: Path, index: PreparedIndex) -> None:
+    expected = (source_name(data.source), data.tokenizer, data.eval_fraction, seed)
+    found = (index.source, index.tokenizer, index.eval_fraction, index.seed)
+    names = ("source", "tokenizer", "eval_fraction", "seed")
+    other = [f"{n} {f!r}, now {e!r}" for n, f, e in zip(names, found, expected, strict=True) if f != e]
+    if other:
+        raise ValueError(f"{folder} was prepared with {'; '.join(other)}. Prepare another folder.")
+
+
+def _length(dataset: Any) -> int:
+    if not isinstance(dataset, TextDataset) and not is_dataset(dataset):
+        raise ValueError(
+            f"{type(dataset).__name__} is no dataset: expected __getitem__ and __len__, or an IterableDataset"
+        )
+    length = len(dataset)
+    if length == 0:
+        raise ValueError(f"the dataset ({type(dataset).__name__}) is empty; at least one sample is needed")
+    return length
+
+
+def _indexed(
+    dataset: Any, job: Job, portions: Portions, steps: range, deadline_s: float
+) -> Generator[StepBatch]:
+    if isinstance(dataset, TextDataset):
+        return read_ahead(
+            lambda step: _read_text(dataset, portions(step), step), steps, deadline_s=deadline_s
+        )
+    return _read_user(dataset, job, portions, steps, deadline_s)
+
+
+def _read_text(dataset: TextDataset, portions: tuple[Portion, ...], step: int) -> StepBatch:
+    found = []
+    for portion in portions:
+        try:
+            data = dataset.fetch(portion.index)
+        except Exception as error:
+            raise DataError(
+                f"step {step}: reading samples {describe_samples(portion.index.tolist())} failed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        data["labels"][portion.samples :] = NO_LABEL
+        found.append(MicroBatch(data, portion.first, portion.samples))
+    return StepBatch(step, tuple(found))
+
+
+def _read_user(
+    dataset: Any, job: Job, portions: Portions, steps: range, deadline_s: float
+) -> Generator[StepBatch]:
+    workers = job.data.workers
+    loader = map_loader(dataset, portions, steps, seed=job.train.seed, workers=workers, deadline_s=deadline_s)
+    data = loaded(loader, workers, deadline_s)
+    for step in steps:
+        with at_step(step):
+            found = tuple(MicroBatch(next(data), part.first, part.samples) for part in portions(step))
+        yield StepBatch(step, found)
+
+
+def _stream(
+    dataset: Any,
+    job: Job,
+    plan: Plan,
+    cut: Cut,
+    world: WorldLike,
+    steps: range,
+    limit: int | None,
+    deadline_s: float,
+) -> Generator[StepBatch]:
+    data, key = job.data, f"stream/{job.train.seed}"
+    part = Slice(cut.global_batch, cut.offset, cut.local, cut.size, steps.start, steps.stop, limit)
+    if data.sharded:
+        _check_sharded(plan, world)
+        rank = cut.offset // cut.local
+        share = None if limit is None else limit // plan.data_degree + (rank < limit % plan.data_degree)
+        key = f"{key}/{rank}"
+        part = part._replace(unit=cut.local, offset=0, limit=share)
+    loader = DataLoader(
+        StreamPart(dataset, part, cut, key),
+        batch_size=None,
+        num_workers=data.workers,
+        collate_fn=_as_it_is,
+        timeout=deadline_s if data.workers else 0,
+        generator=torch.Generator(),
+    )
+    parts = loaded(loader, data.workers, deadline_s)
+    if data.sharded:
+        return sharded_steps(parts, cut, world, steps, deadline_s)
+    return stream_steps(parts, cut, steps)
+
+
+def _as_it_is(made: Any) -> Any:
+    """The collate function of a loader whose dataset makes whole micro-batches."""
+    return made
+
+
+def _check_sharded(plan: Plan, world: WorldLike) -> None:
+    if world.size > plan.data_degree:
+        raise ValueError(
+            f"data.sharded = true with the plan {plan.describe()}: {world.size // plan.data_degree} ranks "
+            "share each sample, but a dataset that gives each rank its own part gives them different ones. "
+            "Leave data.sharded out, or use replicate and shard alone."
+        )
+
+
+def _warn_of_cost(data: Data, world: WorldLike) -> None:
+    workers = max(1, data.workers)
+    if not data.sharded and world.rank == 0 and world.size * workers > 1:
+        logger.warning(
+            "An iterable dataset has one order and no index, so each of %d ranks x %d loader processes reads "
+            "all of it and keeps its own part: %d times the reading of one. A map-style dataset is read "
+            "once; a dataset "
+            "that gives each rank its own part says so with data.sharded = true.",
+            world.size,
+            workers,
+            world.size * workers,
+        )

@@ -1,0 +1,144 @@
+"""`Job`: what to train. Everything here decides the numbers; nothing here says where they are computed.
+
+Frozen, validated data that imports neither torch nor the rest of shoal. Written to and read from TOML by
+`shoal.config`. Two runs of one `Job` under two plans give the same losses, up to the rounding of a sum taken
+in another order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+
+
+class Section(BaseModel):
+    """A table of the job file: frozen, typed strictly, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+
+
+class Model(Section):
+    """Which model: a family of ours with its dimensions, or the user's own by import path."""
+
+    family: str = Field("llama", description='"llama", or "package.module:build" for a model of your own')
+    preset: str | None = Field(None, description='named dimensions of a family: "1m", "5m", ... "405b"')
+    dim: int | None = Field(None, ge=1, description="width of the residual stream")
+    layers: int | None = Field(None, ge=1, description="number of blocks")
+    heads: int | None = Field(None, ge=1, description="query heads")
+    kv_heads: int | None = Field(None, ge=1, description="key/value heads (grouped-query attention)")
+    ffn: int | None = Field(None, ge=1, description="hidden width of the feed-forward part")
+    vocab: int | None = Field(None, ge=2, description="vocabulary size; left out: the tokenizer's")
+    tied: bool | None = Field(None, description="output head shares the embedding's weights")
+    rope_theta: float | None = Field(None, gt=0, description="base of the rotary position frequencies")
+    norm_eps: float | None = Field(None, gt=0, description="epsilon of RMSNorm")
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of your own build()")
+
+
+class Data(Section):
+    """What the model reads."""
+
+    source: str | list[str] = Field(
+        "stdlib",
+        description='"stdlib", files or folders of text, a prepared folder, "synthetic", "hf:<name>", '
+        'or "package.module:dataset"',
+    )
+    seq_len: int = Field(256, ge=1, description="tokens a sample (text) ")
+    tokenizer: str = Field(
+        "bpe", description='"bpe" (trained on the source), "bytes", or "hf:<path or name>"'
+    )
+    vocab: int = Field(4096, ge=257, description="vocabulary size of a BPE tokenizer that is trained")
+    text_key: str = Field(
+        "text", description="the field that holds the text in .jsonl files and Hugging Face sets"
+    )
+    split: str = Field("train", description="the split of a Hugging Face dataset")
+    eval_fraction: float = Field(
+        0.01, ge=0, lt=1, description="part of the documents held out for evaluation"
+    )
+    isolate_documents: bool = Field(
+        False, description="attention does not cross from one document to the next"
+    )
+    shuffle: bool = Field(True, description="a new order of samples each epoch")
+    workers: int = Field(0, ge=0, description="loader processes a rank, for datasets of your own")
+    sharded: bool = Field(False, description="your iterable dataset already gives each rank its own part")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments of your own dataset()"
+    )
+
+
+class Train(Section):
+    """How long, how much at a time, how precisely."""
+
+    steps: int = Field(100, ge=1, description="optimizer steps")
+    global_batch: int = Field(
+        32, ge=1, description="samples an optimizer step, over all ranks and micro-batches"
+    )
+    precision: Precision = Field(
+        "fp32", description="compute type; master weights and gradient sums are fp32 (fp64 with fp64)"
+    )
+    seed: int = Field(0, ge=0, description="weights, data order and dropout derive from it")
+    objective: str | None = Field(
+        None, description='"package.module:loss" of your own; left out: next-token cross-entropy'
+    )
+    eval_every: int = Field(0, ge=0, description="steps between evaluations; 0: only at the end")
+    eval_samples: int | None = Field(None, ge=1, description="at most so many held-out samples an evaluation")
+    loss_scale: float = Field(65536.0, gt=0, description="initial loss scale, fp16 only")
+    loss_scale_growth: int = Field(2000, ge=1, description="finite steps until the fp16 loss scale doubles")
+
+
+class Optimizer(Section):
+    """The update rule and its schedule, in optimizer steps."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = Field(3e-4, gt=0, description="peak learning rate")
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW's decay rates")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(
+        0.1, ge=0, description="decoupled decay (AdamW) or L2 (SGD), on parameters of two or more dims"
+    )
+    momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum")
+    nesterov: bool = Field(False, description="SGD with Nesterov's momentum")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup: int = Field(0, ge=0, description="steps of linear warm-up")
+    decay: int = Field(0, ge=0, description="steps of the final decay, for wsd")
+    min_lr: float = Field(0.1, ge=0, le=1, description="where the schedule ends, as a fraction of lr")
+    clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0: no clipping")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, beta in zip(("betas[0]", "betas[1]"), self.betas, strict=True):
+            if not 0 <= beta < 1:
+                raise ValueError(f"{name} = {beta} must be at least 0 and below 1")
+        if self.schedule == "wsd" and self.decay == 0:
+            raise ValueError('schedule = "wsd" needs decay: the number of final steps over which lr falls')
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov = true needs momentum above 0")
+        return self
+
+
+class Job(Section):
+    """What to train: model, data, objective, optimizer, schedule, batch, steps, precision, seed.
+
+    Example:
+        >>> Job(model=Model(preset="1m"), train=Train(steps=10)).optimizer.lr
+        0.0003
+    """
+
+    model: Model = Model()
+    data: Data = Data()
+    train: Train = Train()
+    optimizer: Optimizer = Optimizer()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        steps, optimizer = self.train.steps, self.optimizer
+        if optimizer.warmup > steps:
+            raise ValueError(f"optimizer.warmup = {optimizer.warmup} is more than train.steps = {steps}")
+        if optimizer.schedule == "wsd" and optimizer.warmup + optimizer.decay > steps:
+            raise ValueError(
+                f"optimizer.warmup + optimizer.decay = {optimizer.warmup + optimizer.decay} is more than "
+                f"train.steps = {steps}"
+            )
+        return self

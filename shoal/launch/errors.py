@@ -1,0 +1,128 @@
+"""`RankError`: why one rank failed, as a file that the launcher, other ranks and people read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sysconfig
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from shoal.observe.status import Status
+from shoal.run import write_whole
+
+SHOAL = str(Path(__file__).parents[1])
+
+# What Gloo, NCCL and the store say on a rank whose peer has gone or does not come.
+PEER_GONE = re.compile(
+    r"connection (closed|reset) by peer|broken pipe|timed out waiting \d+ ?ms|connectfullmesh failed|"
+    r"failed to recv, got 0 bytes|remote process exited|communicator was aborted|watchdog|"
+    r"application timeout caused pair closure|wait timeout after|socket timeout|connection refused",
+    re.IGNORECASE,
+)
+
+
+class RankError(NamedTuple):
+    """One rank's exception; `secondary` guesses that it tells of another rank's end; `time` since 1970."""
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    phase: str
+    type: str
+    message: str
+    frame: str
+    traceback: str
+    time: float
+    secondary: bool
+
+    def write(self, path: Path) -> None:
+        write_whole(path, json.dumps(self._asdict(), indent=1))
+
+    @property
+    def headline(self) -> str:
+        """Type and first lines of the message: what there is room for in a report."""
+        lines = self.message.strip().splitlines()
+        return f"{self.type}: " + "\n  ".join(lines[:6]) if lines else self.type
+
+
+def read_error(path: Path) -> RankError | None:
+    """The error in a file; None if there is none or it was written by another version."""
+    try:
+        return RankError(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, TypeError, json.JSONDecodeError):
+        return None
+
+
+def describe(error: BaseException, status: Status) -> RankError:
+    """What to write about an exception, on the rank that raised it."""
+    kind = type(error)
+    name = (
+        kind.__qualname__
+        if kind.__module__ in ("builtins", "__main__")
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    return RankError(
+        rank=status.rank,
+        host=status.host,
+        pid=os.getpid(),
+        step=status.step,
+        phase=status.phase,
+        type=name,
+        message=str(error),
+        frame=user_frame(error),
+        traceback="".join(traceback.format_exception(error)),
+        time=time.time(),
+        secondary=is_secondary(error),
+    )
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether an exception, or what caused it, only says that another rank is gone or did not come.
+
+    Example:
+        >>> is_secondary(RuntimeError("[/gloo/pair.cc] Connection closed by peer [127.0.0.1]:3"))
+        True
+    """
+    from shoal.launch.meeting import DeadlineError  # not at the top: the launcher reads errors without torch
+
+    return any(
+        isinstance(link, DeadlineError) or (isinstance(link, RuntimeError) and PEER_GONE.search(str(link)))
+        for link in _chain(error)
+    )
+
+
+def user_frame(error: BaseException) -> str:
+    """`file:line in function: source` of the innermost frame outside torch, other packages and shoal."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return ""
+    mine = [frame for frame in frames if is_user_file(frame.filename)]
+    ours = [frame for frame in frames if frame.filename.startswith(SHOAL)]
+    frame = (mine or ours or frames)[-1]
+    return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+
+
+def is_user_file(path: str) -> bool:
+    """Whether a source file is the user's own."""
+    packages = (
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+        SHOAL,
+        "<",
+    )
+    return not path.startswith(packages) and "site-packages" not in path
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -1,0 +1,227 @@
+"""Who failed first, and where everybody was: one block of text from what the ranks left behind."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from shoal.launch.errors import SHOAL, RankError, is_user_file, read_error
+from shoal.launch.worker import RankFiles
+from shoal.observe.host import Memory
+from shoal.observe.status import Status, read_status
+
+WAITING = re.compile(r"torch/distributed/(?!checkpoint|elastic)|shoal/launch/(meeting|rendezvous)\.py")
+
+
+class End(NamedTuple):
+    """How a rank ended; `code` is None if it still ran when all were stopped, and `time` is since 1970."""
+
+    rank: int
+    code: int | None
+    time: float
+    status: Status | None
+    error: RankError | None
+    stack: str = ""
+
+    @property
+    def signal(self) -> str | None:
+        """The signal that killed it, if one did."""
+        return signal.Signals(-self.code).name if self.code is not None and self.code < 0 else None
+
+    @property
+    def finished(self) -> bool:
+        return self.code == 0 or (self.status is not None and self.status.state == "finished")
+
+    @property
+    def step(self) -> int:
+        return self.status.step if self.status else 0
+
+    @property
+    def place(self) -> str:
+        return self.status.describe() if self.status else "not started yet"
+
+
+class Culprit(NamedTuple):
+    """The rank that failed first: a headline that names it and the cause, and lines that explain."""
+
+    rank: int
+    headline: str
+    details: list[str]
+
+
+class Scene(NamedTuple):
+    """What a launcher saw: how ranks ended, most memory in use, kills for want of it, seconds of a stall."""
+
+    ends: Sequence[End]
+    memory: Memory | None = None
+    oom_kills: int = 0
+    stalled_s: float = 0.0
+
+
+def read_ends(folder: Path, codes: dict[int, tuple[int | None, float]]) -> list[End]:
+    """How each rank ended, from its files and its (exit code, time)."""
+    ends = []
+    for rank, (code, time) in sorted(codes.items()):
+        files = RankFiles.of(folder, rank)
+        stack = files.stack.read_text(errors="replace") if files.stack.exists() else ""
+        ends.append(
+            End(rank, code, time, read_status(files.status), read_error(files.error), main_stack(stack))
+        )
+    return ends
+
+
+def report(scene: Scene, folder: Path) -> tuple[Culprit, str]:
+    """The culprit, and the block of text that tells of it first and then of each other rank."""
+    culprit = find_culprit(scene)
+    own = next(end for end in scene.ends if end.rank == culprit.rank)
+    where = (
+        f"host {own.status.host}, process {own.status.pid}"
+        if own.status
+        else "before it could say where it was"
+    )
+    lines = [culprit.headline, f"  {where}; log {RankFiles.of(folder, own.rank).log}"]
+    lines += [f"  {line}" for line in culprit.details]
+    lines += [f"{_ranks(ranks)} {text}" for text, ranks in _others(scene.ends, culprit.rank).items()]
+    lines.append(f"logs, statuses and errors of all ranks: {folder}/")
+    return culprit, "\n".join(lines)
+
+
+def own_report(folder: Path, error: RankError, size: int) -> str:
+    """What a failing rank says itself when no launcher of ours watches: its error, or whose victim it is."""
+    ends = [
+        end
+        for end in read_ends(folder, dict.fromkeys(range(size), (None, error.time)))
+        if end.status is not None or end.rank == error.rank
+    ]
+    if not error.secondary:
+        ends = [end._replace(error=None) if end.rank != error.rank else end for end in ends]
+    culprit, text = report(Scene(ends), folder)
+    if culprit.rank == error.rank:
+        return text
+    return f"rank {error.rank} was stopped, in step {error.step}, phase {error.phase}, because {text}"
+
+
+def find_culprit(scene: Scene) -> Culprit:
+    """The rank that failed first.
+
+    In this order: an error of its own or a signal, whichever came first; an end before the others' end; being
+    stuck; and if all only lost each other, the first to notice.
+    """
+    ends = scene.ends
+    primary = [(end.error.time, end) for end in ends if end.error and not end.error.secondary]
+    killed = [(end.time, end) for end in ends if not end.error and _died(end)]
+    if primary or killed:
+        end = min(primary + killed, key=lambda item: item[0])[1]
+        return _failed(end, end.error) if end.error else _killed(end, scene)
+    early = [end for end in ends if end.finished]
+    running = [end for end in ends if not end.finished]
+    if early and running:
+        return _early(min(early, key=lambda end: end.step), max(running, key=lambda end: end.step))
+    alive = [end for end in ends if end.code is None and not end.error]
+    if alive:
+        return _stuck(behind(alive), scene)
+    aborted = [end for end in ends if end.signal and not end.error]
+    if aborted:
+        return _killed(min(aborted, key=lambda end: end.time), scene)
+    end = min((end for end in ends if end.error), key=lambda end: end.error.time if end.error else 0.0)
+    assert end.error is not None, "ranks end by an error, a signal, an exit code, or not at all"
+    return _failed(end, end.error)
+
+
+def behind(alive: Sequence[End]) -> End:
+    """Which running rank holds the others up: the lowest step, not waiting for anyone, longest unchanged."""
+    return min(
+        alive, key=lambda end: (end.step, waits(end.stack), end.status.monotonic if end.status else 0.0)
+    )
+
+
+def waits(stack: str) -> bool:
+    """Whether a main thread's stack is inside a wait for other ranks."""
+    return bool(WAITING.search(stack))
+
+
+def main_stack(text: str) -> str:
+    """The main thread's part of the last dump in a faulthandler file: the one that began in the worker."""
+    dumps = text.split("Current thread ")[-1] if text.count("Current thread ") > 1 else text
+    threads = re.split(r"(?=(?:Current thread|Thread) 0x)", dumps)
+    return next((thread for thread in reversed(threads) if "launch/worker.py" in thread), "")
+
+
+def _died(end: End) -> bool:
+    """By a signal or exit code, without an exception. SIGABRT is left out: NCCL's watchdog aborts victims."""
+    return end.code not in (None, 0) and end.signal != "SIGABRT"
+
+
+def _failed(end: End, error: RankError) -> Culprit:
+    where = f"in step {error.step}, phase {error.phase}"
+    details = [f"at {error.frame}"] if error.frame else []
+    if error.secondary:
+        details.append(
+            "this says only that another rank is gone or did not come; no rank left a cause of its own"
+        )
+    return Culprit(end.rank, f"rank {end.rank} failed {where}: {error.headline}", details)
+
+
+def _killed(end: End, scene: Scene) -> Culprit:
+    if not end.signal:
+        details = ["it left the process by os._exit or the like, without an exception"]
+        return Culprit(end.rank, f"rank {end.rank} ended with exit code {end.code} {end.place}", details)
+    details = []
+    if end.signal == "SIGKILL":
+        used = f": host memory reached {scene.memory.describe()}" if scene.memory else ""
+        details.append(
+            f"the kernel's out-of-memory killer killed {scene.oom_kills} process(es) on this host "
+            f"meanwhile{used}"
+            if scene.oom_kills
+            else f"the kernel's out-of-memory killer is a common cause{used}; so is a scheduler's limit"
+        )
+    if end.signal in ("SIGABRT", "SIGSEGV"):
+        details.append("native code ended it; its log has the message, if there is one")
+    return Culprit(end.rank, f"rank {end.rank} was killed by {end.signal} {end.place}", details)
+
+
+def _early(end: End, other: End) -> Culprit:
+    headline = f"rank {end.rank} finished after step {end.step} while rank {other.rank} was {other.place}"
+    return Culprit(
+        end.rank, headline, ["every rank must run the same steps, and the same collectives in each"]
+    )
+
+
+def _stuck(end: End, scene: Scene) -> Culprit:
+    time = f"for {scene.stalled_s:.0f} s " if scene.stalled_s else ""
+    headline = f"rank {end.rank} is stuck {time}{end.place}"
+    frames = re.findall(
+        r'File "([^"]+)", line (\d+) in (\S+)', end.stack.split(f'File "{SHOAL}/launch/worker.py"')[0]
+    )
+    user = next((frame for frame in frames if is_user_file(frame[0])), None)
+    details = [f"at {user[0]}:{user[1]} in {user[2]}"] if user else []
+    details += [f"  {path}:{line} in {name}" for path, line, name in frames[:8]]
+    return Culprit(end.rank, headline, details)
+
+
+def _others(ends: Sequence[End], culprit: int) -> dict[str, list[int]]:
+    """What became of the other ranks, those that share a fate together."""
+    fates: dict[str, list[int]] = {}
+    for end in ends:
+        if end.rank != culprit:
+            fates.setdefault(_fate(end), []).append(end.rank)
+    return fates
+
+
+def _fate(end: End) -> str:
+    if end.finished:
+        return end.place
+    if end.error and not end.error.secondary:
+        return f"failed too, {end.place}: {end.error.headline}"
+    if end.error:
+        return f"lost its peers {end.place}"
+    if end.signal:
+        return f"was killed by {end.signal} {end.place}"
+    return f"was {end.place}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,270 @@
+"""`launch`: start the ranks of a job on this machine, watch them, and say how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Literal, NamedTuple, Self
+
+from shoal.config import Settings
+from shoal.launch.failure import End, Scene, behind, read_ends, report
+from shoal.launch.nursery import Event, Order
+from shoal.launch.worker import SAME_STOP_S, TRAIN
+from shoal.observe import host
+from shoal.observe.host import Memory
+from shoal.run import Run, write_whole
+
+SETTLE_S = 2.0  # how long other ranks may take to end by themselves, once one has failed
+STACK_S = 0.3  # how long a rank takes to write its stack on SIGUSR1
+START_S = 120.0  # importing torch from a busy network disk can take a minute
+POLL_S = 0.1
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Outcome(NamedTuple):
+    """How a launch ended. `step` is the last step that all ranks had done; `report` tells of a failure."""
+
+    state: Literal["ok", "interrupted", "failed"]
+    step: int
+    report: str = ""
+
+
+def launch(settings: Settings, ranks: int, *, device: str = "auto", target: str = TRAIN) -> Outcome:
+    """Run `target` on `ranks` ranks of this machine until all have ended.
+
+    The first SIGTERM, SIGINT or SIGHUP asks every rank to finish its step, save and leave; a second one
+    kills. If a rank fails, or no rank gets from one phase to the next within `run.deadline_s`, all are
+    stopped. Then the report, which begins with the rank that failed first, is on stderr and in
+    `<run>/ranks/failure.txt`.
+
+    Raises:
+        ValueError: fewer than one rank, or the run directory cannot be written.
+
+    Example:
+        >>> launch(Settings(), ranks=0)
+        Traceback (most recent call last):
+        ValueError: ranks = 0: expected at least 1
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks = {ranks}: expected at least 1")
+    run = Run(Path(settings.run.dir))
+    run.create()
+    _clear(run.ranks)
+    order = Order(settings.to_toml(), target, ranks, device, os.getpid())
+    with _requests() as requests, Ranks.start(order) as nursery:
+        watch = Watch(run, nursery, requests, settings.run.deadline_s)
+        problem = watch.until_end()
+    if problem is not None:
+        return _failed(run, problem)
+    step = min(end.step for end in watch.ends())
+    return Outcome("ok" if step >= settings.train.steps else "interrupted", step)
+
+
+@dataclass(eq=False)
+class Ranks:
+    """The process that forks the ranks, and what it has said about them."""
+
+    process: subprocess.Popen[str]
+    events: int
+    ranks: int
+    pids: dict[int, int] = field(default_factory=dict)
+    ended: dict[int, tuple[int | None, float]] = field(default_factory=dict)
+    lost: bool = False
+    _unread: bytes = b""
+
+    @classmethod
+    def start(cls, order: Order) -> Self:
+        ours, theirs = os.pipe()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shoal.launch.nursery", str(theirs)],
+            stdin=subprocess.PIPE,
+            pass_fds=[theirs],
+            start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone, which passes it on
+            env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ},
+            text=True,
+        )
+        os.close(theirs)
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin as stdin:
+            stdin.write(json.dumps(order))
+        return cls(process, ours, order.ranks)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.send(signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+        os.close(self.events)
+
+    @property
+    def running(self) -> bool:
+        return not self.lost and len(self.ended) < self.ranks
+
+    @property
+    def alive(self) -> list[int]:
+        return [rank for rank in self.pids if rank not in self.ended]
+
+    def listen(self, seconds: float) -> None:
+        """Take in what happened, waiting at most `seconds` for something to happen."""
+        if not select.select([self.events], [], [], seconds)[0]:
+            return
+        data = os.read(self.events, 65536)
+        self.lost = not data and len(self.ended) < self.ranks
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            event = Event(*json.loads(line))
+            self.pids[event.rank] = event.pid
+            if event.code is not None:
+                self.ended[event.rank] = (event.code, event.time)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to every rank that has not ended."""
+        for rank in self.alive:
+            with suppress(ProcessLookupError):
+                os.kill(self.pids[rank], number)
+
+    def codes(self) -> dict[int, tuple[int | None, float]]:
+        return {rank: self.ended.get(rank, (None, time.time())) for rank in range(self.ranks)}
+
+
+@dataclass(eq=False)
+class Requests:
+    """Signals that the launcher got; a person's Ctrl-C and a scheduler's copy of it count once."""
+
+    count: int = 0
+    _last: float = -SAME_STOP_S
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now - self._last > 0.2:
+            self.count += 1
+        self._last = now
+
+
+@dataclass(eq=False)
+class Watch:
+    """What the launcher does while ranks run: pass on signals, notice an end or a stall, remember memory."""
+
+    run: Run
+    nursery: Ranks
+    requests: Requests
+    deadline_s: float
+    passed_on: int = 0
+    warned: float = 0.0
+    began: float = field(default_factory=time.monotonic)
+    oom_before: int = field(default_factory=host.oom_kills)
+    most_memory: Memory | None = None
+
+    def until_end(self) -> Scene | None:
+        """Return when all ranks have ended well (None), or have been stopped because one did not."""
+        next_look = 0.0
+        while self.nursery.running:
+            self.nursery.listen(POLL_S)
+            self._pass_on()
+            if any(code for code, _ in self.nursery.ended.values()) or self.passed_on > 1:
+                return self._stop_all(0.0)
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + min(0.5, self.deadline_s / 20)
+                self._remember_memory()
+                stalled = self._stalled_s()
+                if stalled > (self.deadline_s if self.started else max(START_S, self.deadline_s)):
+                    return self._stop_all(stalled)
+                self._warn(stalled)
+        return None if self._ended_well() else self._stop_all(0.0)
+
+    def ends(self) -> list[End]:
+        return read_ends(self.run.ranks, self.nursery.codes())
+
+    @property
+    def started(self) -> bool:
+        """Whether any rank has said where it is: before, it imports."""
+        return any(end.status for end in self.ends())
+
+    def _ended_well(self) -> bool:
+        return not self.nursery.lost and not any(code for code, _ in self.nursery.ended.values())
+
+    def _pass_on(self) -> None:
+        if self.requests.count > self.passed_on and (self.nursery.pids or self.requests.count > 1):
+            self.passed_on = self.requests.count
+            self.nursery.send(signal.SIGTERM if self.passed_on == 1 else signal.SIGKILL)
+
+    def _stop_all(self, stalled_s: float) -> Scene:
+        """Let the others end by themselves for a moment, take the stacks of those that do not, and kill."""
+        until = time.monotonic() + (0.0 if stalled_s or self.passed_on > 1 else SETTLE_S)
+        while self.nursery.running and time.monotonic() < until:
+            self.nursery.listen(max(0.0, until - time.monotonic()))
+        self._take_stacks()
+        scene = Scene(self.ends(), self.most_memory, host.oom_kills() - self.oom_before, stalled_s)
+        self.nursery.send(signal.SIGKILL)
+        return scene
+
+    def _take_stacks(self) -> None:
+        if self.nursery.alive:
+            self.nursery.send(signal.SIGUSR1)
+            time.sleep(STACK_S)
+
+    def _stalled_s(self) -> float:
+        changes = [end.status.monotonic for end in self.ends() if end.status]
+        return time.monotonic() - max([self.began, *changes])
+
+    def _warn(self, stalled_s: float) -> None:
+        """Say once a stall, at a quarter of the deadline, which rank holds the others up."""
+        if stalled_s < self.deadline_s / 4 or not self.started:
+            self.warned = 0.0
+        elif not self.warned:
+            self.warned = stalled_s
+            self._take_stacks()
+            running = [end for end in self.ends() if not end.finished]
+            slow = behind(running or self.ends())
+            text = f"no rank has moved for {stalled_s:.0f} s; rank {slow.rank} is {slow.place}"
+            print(f"{text}; all are stopped after {self.deadline_s:g} s", file=sys.stderr, flush=True)
+            self.run.event("alert", rank=slow.rank, message=text)
+
+    def _remember_memory(self) -> None:
+        now = host.memory()
+        if now and (self.most_memory is None or now.used_bytes > self.most_memory.used_bytes):
+            self.most_memory = now
+
+
+@contextmanager
+def _requests() -> Generator[Requests, None, None]:
+    """Count signals instead of dying of them; only a program's main thread gets any."""
+    requests = Requests()
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # such as SIGHUP under nohup
+                before[number] = signal.signal(number, requests.on_signal)
+    try:
+        yield requests
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what ranks of an earlier run left, but for their logs, which grow on."""
+    for pattern in ("*.status", "*.error.json", "*.stack", "failure.txt"):
+        for path in folder.glob(pattern):
+            path.unlink()
+
+
+def _failed(run: Run, scene: Scene) -> Outcome:
+    culprit, text = report(scene, run.ranks)
+    write_whole(run.ranks / "failure.txt", text + "\n")
+    run.event("fault", rank=culprit.rank, message=culprit.headline)
+    print(text, file=sys.stderr, flush=True)
+    return Outcome("failed", min(end.step for end in scene.ends), text)

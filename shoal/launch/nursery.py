@@ -1,0 +1,132 @@
+"""Between a launcher and its ranks: imports torch once, forks the ranks, and says how each ended.
+
+Run as `python -m shoal.launch.nursery <events fd>`, with an `Order` on its standard input.
+
+[Note: why not torch's elastic agent] On a failure it blocks for up to 30 s in a SIGTERM to ranks that wait
+in a collective and cannot hear it, gives the exit code of one rank only when ranks are functions, and
+imports torch in each rank when they are programs. Here ranks are forked from a warm parent, and each end is
+known by waitpid, in order. Neither outlives its parent: the kernel kills the nursery with the launcher, and
+the ranks with the nursery.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from shoal.config import Settings
+from shoal.launch.worker import die_with, run_rank
+
+if TYPE_CHECKING:
+    from shoal.world import World
+
+PRELOAD = (
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint",
+    "shoal.world",
+)
+
+
+class Order(NamedTuple):
+    """What a nursery is to do: settings as TOML, the function of a rank, ranks, device, the launcher."""
+
+    settings: str
+    target: str
+    ranks: int
+    device: str
+    launcher: int
+
+
+class Event(NamedTuple):
+    """A rank began (`code` is None) or ended with an exit code, negative for a signal; `time` since 1970."""
+
+    rank: int
+    pid: int
+    code: int | None
+    time: float
+
+
+def main(events: int) -> int:
+    order = Order(*json.loads(sys.stdin.read()))
+    die_with(order.launcher)
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # whoever signals the whole group reaches the ranks themselves
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    settings = Settings.from_toml(order.settings)
+    server = _preload(order, settings)
+    pids: dict[int, int] = {}
+    parent = os.getpid()
+    for rank in range(order.ranks):
+        pid = os.fork()
+        if pid == 0:
+            os.close(events)
+            die_with(parent)
+            return _be_rank(order, settings, rank, server)
+        pids[pid] = rank
+        _tell(events, Event(rank, pid, None, time.time()))
+    server.close()
+    while pids:
+        pid, status = os.waitpid(-1, 0)
+        if pid in pids:
+            _tell(events, Event(pids.pop(pid), pid, os.waitstatus_to_exitcode(status), time.time()))
+    return 0
+
+
+def _preload(order: Order, settings: Settings) -> socket.socket:
+    """Import what ranks need, and open the port of rank 0's store, which only this host can reach."""
+    for name in PRELOAD:
+        importlib.import_module(name)
+    with contextlib.suppress(Exception):  # the ranks import it again, and report what is wrong
+        importlib.import_module(order.target.partition(":")[0])
+    from shoal.launch.rendezvous import listen
+
+    return listen("127.0.0.1", 0)
+
+
+def _be_rank(order: Order, settings: Settings, rank: int, server: socket.socket) -> int:
+    place = {
+        "RANK": rank,
+        "WORLD_SIZE": order.ranks,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": order.ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": server.getsockname()[1],
+    }
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host
+    error = run_rank(settings, order.target, rank, lambda: _open(order, settings, rank, server), order.ranks)
+    return 0 if error is None else 1
+
+
+def _open(order: Order, settings: Settings, rank: int, server: socket.socket) -> World:
+    from shoal.launch.rendezvous import Waits, serve
+    from shoal.world import world
+
+    run = settings.run
+    mine = rank == 0 and order.ranks > 1 and run.init_method == "env://"
+    store = serve(server, Waits(run.deadline_s, run.deadline_s)) if mine else server.close()
+    return world(
+        backend=run.backend,
+        init_method=run.init_method,
+        deadline_s=run.deadline_s,
+        device=order.device,
+        store=store,
+    )
+
+
+def _tell(events: int, event: Event) -> None:
+    os.write(events, (json.dumps(event) + "\n").encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,128 @@
+"""Everything that is settled before ranks start: the cluster, the plan, checks across them, and prepared
+data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from shoal.check import check
+from shoal.cluster import Cluster
+from shoal.config import ConfigError, Settings
+from shoal.data.format import read_index
+from shoal.data.prepare import prepare, prepared_key
+from shoal.data.text import source_kind
+from shoal.job import Job
+from shoal.models.build import builder
+from shoal.models.presets import LlamaDims, num_parameters, resolve
+from shoal.plan import Plan
+from shoal.planner.choose import Workload, choose_plan
+from shoal.world import detect_cluster
+
+DataProgress = Callable[[str, int, int | None], None]
+
+
+def make_ready(
+    settings: Settings, *, ranks: int | None = None, progress: DataProgress | None = None
+) -> Settings:
+    """Settings in which nothing is left to be chosen: plan and data folder are set, and fit.
+
+    Args:
+        ranks: how many ranks there are, when something else starts them; left out: as many as the cluster
+        has devices. progress: told (stage, done, total) while data is prepared.
+
+    Raises:
+        ConfigError: something does not fit; the message says what would.
+    """
+    try:
+        cluster = which_cluster(settings, ranks)
+        if settings.plan is not None and settings.plan.says_degrees:
+            check(settings.job, settings.plan, cluster)
+        settings = with_data(settings, progress)
+        plan = complete_plan(settings, cluster)
+        check(settings.job, plan, cluster)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return settings.with_plan(plan)
+
+
+def complete_plan(settings: Settings, cluster: Cluster) -> Plan:
+    """The plan that is said; what it leaves open is chosen."""
+    said = settings.plan
+    if said is not None and said.says_degrees:
+        return said
+    chosen = choose_plan(settings.train, workload(settings), cluster)
+    kept = said.model_dump(include=said.model_fields_set) if said is not None else {}
+    return chosen.model_copy(update=kept)
+
+
+def which_cluster(settings: Settings, ranks: int | None = None) -> Cluster:
+    """The cluster that is said, or this machine; on a CPU, with as many ranks as the plan or the launcher asks for.
+
+    Raises:
+        ValueError: the cluster is not this machine, or the plan asks for more GPUs than there are.
+    """
+    here = detect_cluster()
+    if settings.cluster != "auto":
+        said = Cluster.parse(settings.cluster)
+        if (
+            ranks is None
+            and said.device.type == "cuda"
+            and (said.nodes > 1 or said.num_devices > here.num_devices)
+        ):
+            raise ValueError(
+                f"cluster = {settings.cluster!r}, but this machine is {here.describe()}; start the ranks "
+                "with torchrun or "
+                "srun on those nodes, or leave cluster out to use this machine"
+            )
+        return said
+    wanted = ranks or (settings.plan.world_size if settings.plan and settings.plan.says_degrees else None)
+    if wanted is None or wanted == here.num_devices:
+        return here
+    if here.device.type == "cuda" and wanted > here.num_devices and ranks is None:
+        return here  # the check names the degrees that fit
+    return here.model_copy(update={"devices_per_node": wanted})
+
+
+def with_data(settings: Settings, progress: DataProgress | None = None) -> Settings:
+    """Settings whose text is prepared, in `run.data` or else under `run.cache`."""
+    data, seed = settings.data, settings.train.seed
+    if not source_kind(data.source).is_text:
+        return settings
+    where = settings.run.data or Path(settings.run.cache).expanduser() / "data" / prepared_key(data, seed)
+    folder = Path(where).resolve()
+    prepare(data, seed, folder, progress=progress)
+    return settings.model_copy(update={"run": settings.run.model_copy(update={"data": str(folder)})})
+
+
+def vocab_of(settings: Settings) -> int | None:
+    """The vocabulary size of a job's data; None for a dataset of the user's own."""
+    if settings.run.data is not None:
+        return read_index(Path(settings.run.data)).vocab
+    kind = source_kind(settings.data.source)
+    if kind.name == "PREPARED":
+        return read_index(Path(str(settings.data.source))).vocab
+    return settings.data.vocab if kind.name == "SYNTHETIC" else None
+
+
+def workload(settings: Settings) -> Workload:
+    """How large a job is."""
+    vocab = vocab_of(settings)
+    if settings.model.family == "llama":
+        dims = resolve(settings.model, vocab)
+        return Workload(num_parameters(dims), _llama_activations(dims, settings.job))
+    with torch.device("meta"):
+        model = builder(settings.model, vocab)()
+    return Workload(sum(parameter.numel() for parameter in model.parameters()), 0)
+
+
+def _llama_activations(dims: LlamaDims, job: Job) -> int:
+    """About what one sample keeps for backward without recompute, bytes: inputs of matrix multiplications
+    and logits.
+    """
+    width = 2 if job.train.precision in ("bf16", "fp16") else 4
+    block = 8 * dims.dim + 2 * (dims.heads + 2 * dims.kv_heads) * dims.head_dim + 4 * dims.ffn
+    return job.data.seq_len * (width * dims.layers * block + (width + 8) * dims.vocab)

@@ -1,0 +1,27 @@
+"""From a job's model table to a function that builds the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from shoal.imports import call_object
+from shoal.job import Model
+from shoal.models.llama import Llama
+from shoal.models.presets import resolve
+
+
+def builder(model: Model, vocab: int | None) -> Callable[[], nn.Module]:
+    """A function without arguments that builds the job's model on the current default device.
+
+    Args:
+        vocab: the tokenizer's vocabulary size, if the data has one.
+
+    Raises:
+        ValueError: dimensions that cannot be, or an import path that leads nowhere.
+    """
+    if model.family == "llama":
+        dims = resolve(model, vocab)
+        return lambda: Llama(dims)
+    return lambda: call_object(model.family, model.options, "model.options")

@@ -1,0 +1,148 @@
+"""`RankStatus`: where a rank is, in a small memory-mapped file that outlives the rank, even a SIGKILL.
+
+Writing is a few stores into shared memory: no system call, no flush. The file is for the machine it is on
+and those that share its file system; it need not survive a power cut.
+
+[Note: torn reads] A writer makes the sequence number odd, writes, and makes it even. A reader believes a copy
+whose number is even when a second copy is equal to it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+State = Literal["running", "finished", "failed"]
+
+STATES: tuple[State, ...] = ("running", "finished", "failed")
+SIZE_BYTES = 256
+_SEQUENCE = struct.Struct("<8sQ")  # magic, sequence number
+_BODY = struct.Struct("<iiqBdd32s64s")  # rank, pid, step, state, wall, monotonic, phase, host
+_MAGIC = b"SHOALST1"
+
+
+class Status(NamedTuple):
+    """What a rank last said; `changed` is in seconds since 1970, `monotonic` since the host started."""
+
+    rank: int
+    pid: int
+    host: str
+    step: int
+    phase: str
+    state: State
+    changed: float
+    monotonic: float
+
+    def describe(self) -> str:
+        """`in step 3, phase eval`."""
+        if self.state == "finished":
+            return f"finished after step {self.step}"
+        return f"in step {self.step}, phase {self.phase}"
+
+
+class RankStatus:
+    """The writer's side, one a rank. Without a path it keeps the same state in memory that nobody else sees.
+
+    Example:
+        >>> status = RankStatus(None, rank=0)
+        >>> status.enter("eval", step=3)
+        >>> status.read().describe()
+        'in step 3, phase eval'
+    """
+
+    def __init__(self, path: Path | None, rank: int) -> None:
+        self.rank = rank
+        self._host = socket.gethostname().encode()[:64]
+        self._sequence = 0
+        self._phase, self._step = "start", 0
+        self._memory = mmap.mmap(-1, SIZE_BYTES) if path is None else _mapped(path)
+        self._write("running")
+
+    def enter(self, phase: str, step: int) -> None:
+        """Say that this rank now is in `phase` (32 bytes are kept) of optimizer step `step`."""
+        self._phase, self._step = phase, step
+        self._write("running")
+
+    def finish(self, step: int) -> None:
+        """Say that this rank is done, after `step` optimizer steps."""
+        self._step = step
+        self._write("finished")
+
+    def fail(self) -> None:
+        """Say that this rank failed, in the phase and step where it is."""
+        self._write("failed")
+
+    def read(self) -> Status:
+        """What a reader of the file would see."""
+        status = _unpack(self._memory[:])
+        assert status is not None, "a writer does not interrupt itself"
+        return status
+
+    def _write(self, state: State) -> None:
+        memory, sequence = self._memory, self._sequence
+        _SEQUENCE.pack_into(memory, 0, _MAGIC, sequence + 1)
+        _BODY.pack_into(
+            memory,
+            _SEQUENCE.size,
+            self.rank,
+            os.getpid(),
+            self._step,
+            STATES.index(state),
+            time.time(),
+            time.monotonic(),
+            self._phase.encode()[:32],
+            self._host,
+        )
+        _SEQUENCE.pack_into(memory, 0, _MAGIC, sequence + 2)
+        self._sequence = sequence + 2
+
+
+def read_status(path: Path) -> Status | None:
+    """What the rank of a status file last said; None if there is no such file, or nothing in it yet.
+
+    Raises:
+        ValueError: the file is something else.
+    """
+    raw = b""
+    for _ in range(100):
+        try:
+            raw, before = path.read_bytes(), raw
+        except FileNotFoundError:
+            return None
+        if raw[:8].strip(b"\0") and raw[:8] != _MAGIC:
+            raise ValueError(
+                f"{path} is not a rank's status file: it begins with {raw[:8]!r}, not {_MAGIC!r}"
+            )
+        if raw == before and (status := _unpack(raw)) is not None:
+            return status
+    return _unpack(raw, torn=True)  # its writer was killed inside a write
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    """A fresh file of zeros in place of any older one, whose readers keep what they have mapped."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside.write_bytes(bytes(SIZE_BYTES))
+    with aside.open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), SIZE_BYTES)
+    aside.replace(path)
+    return memory
+
+
+def _unpack(raw: bytes, torn: bool = False) -> Status | None:
+    """The status in a copy of the memory; None before the first write, and inside one unless `torn`."""
+    if len(raw) < SIZE_BYTES:
+        return None
+    magic, sequence = _SEQUENCE.unpack_from(raw)
+    if magic != _MAGIC or (sequence % 2 and not torn):
+        return None
+    rank, pid, step, state, wall, monotonic, phase, host = _BODY.unpack_from(raw, _SEQUENCE.size)
+    return Status(rank, pid, _text(host), step, _text(phase), STATES[state % 3], wall, monotonic)
+
+
+def _text(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode(errors="ignore")

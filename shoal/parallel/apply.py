@@ -1,0 +1,148 @@
+"""`parallelize`: one model and one plan into a model that this rank trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from shoal.job import Precision
+from shoal.parallel.initialise import InitParameter, build, initialiser_of, is_meta, materialise
+from shoal.parallel.precision import Types, cast_while_running, types_of
+from shoal.parallel.replicate import apply_replicate
+from shoal.parallel.shard import apply_shard
+from shoal.parallel.units import find_units
+from shoal.plan import Plan, require_supported
+from shoal.world import World
+
+
+def parallelize(
+    model: nn.Module | Callable[[], nn.Module],
+    plan: Plan,
+    world: World,
+    *,
+    precision: Precision = "fp32",
+    seed: int = 0,
+) -> nn.Module:
+    """Spread a model over the ranks of `world` as `plan` says, with equal weights for every plan.
+
+    Args:
+        model: a builder (a class, or a function without arguments), whose weights then depend on `seed` alone; or a module,
+            whose weights on rank 0 are taken by all.
+
+    Returns:
+        A module that is called like the original. Sharded parameters are `DTensor`s.
+
+    Raises:
+        ValueError: the plan's world size is not the world's, or an axis is not there.
+
+    Example:
+        model = shoal.parallelize(MyModel, shoal.Plan(shard=4), world, precision="bf16")
+    """
+    require_supported(plan)
+    mesh = world.mesh(plan)
+    types = types_of(precision)
+    built = model if isinstance(model, nn.Module) else build(model, seed)
+    built.to(types.master)
+    if isinstance(model, nn.Module):
+        _take_from_rank_0(built, world)
+    cast_unit_inputs = bool(getattr(built, "cast_unit_inputs", True))
+    _prepare_units(built, plan, types, world.device, cast_unit_inputs)
+    if plan.shard > 1:
+        apply_shard(built, plan, mesh, types, cast_unit_inputs=cast_unit_inputs)
+    init_parameter = initialiser_of(built)
+    if is_meta(built):
+        materialise(built, _required(init_parameter, built), world.device, seed)
+    _move_rest(built, world.device)
+    if plan.shard > 1:
+        return built
+    return apply_replicate(built, plan, mesh, may_skip_parameters=init_parameter is None)
+
+
+def _required(init_parameter: InitParameter | None, model: nn.Module) -> InitParameter:
+    if init_parameter is None:
+        raise TypeError(
+            f"{type(model).__name__} is on the meta device and cannot be initialised by name: it has buffers, or no "
+            "init_parameter(name, tensor, generator). Pass its class or a function that builds it, so that it can be "
+            "built with weights"
+        )
+    return init_parameter
+
+
+@torch.no_grad()
+def _take_from_rank_0(model: nn.Module, world: World) -> None:
+    if world.size == 1 or is_meta(model):
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        staged = tensor.detach().to(world.device)
+        dist.broadcast(staged, src=0)
+        tensor.copy_(staged)
+
+
+def _prepare_units(
+    model: nn.Module, plan: Plan, types: Types, device: torch.device, cast_unit_inputs: bool
+) -> None:
+    """Compile, cast and recompute, in this order from the inside out, by wrapping each unit's forward."""
+    cast = plan.shard == 1 and types.compute != types.master  # sharding casts what it gathers
+    compiled = plan.compile if plan.compile is not None else device.type == "cuda"
+    units = [unit.module for unit in find_units(model)]
+    in_units = {module for unit in units for module in unit.modules()}
+    for unit in units:
+        forward = torch.compile(unit.forward) if compiled else unit.forward
+        if cast:
+            forward = cast_while_running(
+                forward, list(unit.modules()), types.compute, cast_inputs=cast_unit_inputs
+            )
+        if plan.recompute == "full":
+            forward = wraps(forward)(partial(checkpoint, forward, use_reentrant=False))
+        unit.forward = forward
+    if cast:
+        rest = [module for module in model.modules() if module not in in_units]
+        model.forward = cast_while_running(model.forward, rest, types.compute, cast_inputs=True)
+
+
+@torch.no_grad()
+def _move_rest(model: nn.Module, device: torch.device) -> None:
+    """Move to the device what sharding leaves alone: buffers and integer parameters, or the whole of a plain model."""
+    if isinstance(model, FSDPModule):
+        for parameter in model.parameters():
+            if not parameter.is_floating_point():
+                parameter.data = parameter.data.to(device)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(device)
+    else:
+        model.to(device)
+
+
+@torch.no_grad()
+def synchronise_buffers(model: nn.Module, world: World) -> None:
+    """Make floating-point buffers (running statistics) the mean over all ranks. Collective."""
+    for buffer in model.buffers():
+        if world.size > 1 and buffer.is_floating_point():
+            dist.all_reduce(buffer)
+            buffer /= world.size
+
+
+@contextmanager
+def accumulation(model: nn.Module, plan: Plan, *, last: bool) -> Iterator[None]:
+    """Around the forward and backward of a micro-batch: send only what the plan sends before the last one."""
+    if isinstance(model, FSDPModule):
+        reduces_each = plan.zero_stage >= 2
+        model.set_is_last_backward(last)
+        model.set_requires_gradient_sync(last or reduces_each)
+        model.set_requires_all_reduce(last)
+        model.set_reshard_after_backward(last or plan.zero_stage == 3)
+        yield
+    elif isinstance(model, DistributedDataParallel) and not last:
+        with model.no_sync():
+            yield
+    else:
+        yield

@@ -1,0 +1,141 @@
+"""Initial weights that depend on (seed, parameter name) and on nothing else: not on ranks, devices or plans.
+
+Two ways in. A model that offers `init_parameter(name, tensor, generator)` is built on the meta device and filled one whole
+parameter at a time, of which each rank keeps its part: no rank ever holds the model. Any other model is built for real, on
+the CPU of every rank, under one seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shoal.parallel.replicate import core
+
+
+InitParameter = Callable[[str, Tensor, torch.Generator], None]
+"""Sets one whole parameter, given by its name, to its initial value in place."""
+
+
+def initialiser_of(model: nn.Module) -> InitParameter | None:
+    """The model's `init_parameter`, if it can set any of its parameters alone and has no buffers, which it could not."""
+    offered: Any = getattr(model, "init_parameter", None)
+    return offered if callable(offered) and not any(True for _ in model.buffers()) else None
+
+
+def seed_of(*names: object) -> int:
+    """A 63-bit seed that depends on all the names.
+
+    Example:
+        >>> seed_of(0, "head.weight") == seed_of(0, "head.weight") != seed_of(1, "head.weight")
+        True
+    """
+    digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def build(builder: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Call a builder: on the meta device if its model can be initialised by name, otherwise for real, seeded.
+
+    Raises:
+        TypeError: the builder returned something else than an nn.Module.
+    """
+    with torch.device("meta"):
+        model = _called(builder)
+    if initialiser_of(model):
+        return model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of(seed, "build"))
+        return _called(builder)
+
+
+def _called(builder: Callable[[], nn.Module]) -> nn.Module:
+    model = builder()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{builder} returned {type(model).__name__}; a model's builder returns an nn.Module")
+    return model
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Whether the model still waits for its weights."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def materialise(model: nn.Module, init_parameter: InitParameter, device: torch.device, seed: int) -> None:
+    """Give a meta model storage on `device` and the initial weights of `seed`, sharded parameters their part."""
+    ties = tied_names(model)
+    model.to_empty(device=device)
+    _tie(model, ties)  # to_empty gives each use of a tied parameter storage of its own
+    fill(model, init_parameter, seed)
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Names of parameters that are one and the same, in groups of two or more."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _tie(model: nn.Module, ties: list[list[str]]) -> None:
+    for first, *others in ties:
+        parameter = model.get_parameter(first)
+        for other in others:
+            owner, _, name = other.rpartition(".")
+            model.get_submodule(owner).register_parameter(name, parameter)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, init_parameter: InitParameter, seed: int) -> None:
+    """Set every parameter from whole tensors, made a few at a time on the CPU (one thread each)."""
+    named = list(model.named_parameters())
+
+    def whole(item: tuple[str, nn.Parameter]) -> Tensor:
+        name, parameter = item
+        # drawn in fp32 whatever the master type, so that fp32 and fp64 runs start from the same values
+        tensor = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+        init_parameter(name, tensor, torch.Generator().manual_seed(seed_of(seed, name)))
+        return tensor.to(parameter.dtype)
+
+    with ThreadPoolExecutor(max_workers=max(1, torch.get_num_threads())) as pool:
+        for (_, parameter), tensor in zip(named, _ahead(pool, whole, named), strict=True):
+            copy_whole(parameter, tensor)
+
+
+def _ahead(pool: ThreadPoolExecutor, make: Callable[..., Tensor], items: list) -> Iterator[Tensor]:
+    """Results in order, with only as many in the making as the pool has threads: whole tensors are large."""
+    width = pool._max_workers
+    waiting = [pool.submit(make, item) for item in items[:width]]
+    for index in range(len(items)):
+        yield waiting.pop(0).result()
+        if index + width < len(items):
+            waiting.append(pool.submit(make, items[index + width]))
+
+
+@torch.no_grad()
+def copy_whole(parameter: Tensor, whole: Tensor) -> None:
+    """Copy a whole tensor, equal on all ranks, into a plain or sharded one; nothing is sent."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(whole)
+        return
+    part = distribute_tensor(
+        whole.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
+    parameter.to_local().copy_(part.to_local())
+
+
+@torch.no_grad()
+def weights_hash(model: nn.Module) -> str:
+    """sha256 over the names and bytes of all whole parameters; equal for every plan. Collective for sharded models."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(core(model).named_parameters()):
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        digest.update(name.encode())
+        digest.update(whole.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,70 @@
+"""The shard axis: ZeRO-1, 2 and 3 by torch's `fully_shard`, alone or under a replicate axis (hybrid sharding)."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from shoal.parallel.precision import Types
+from shoal.parallel.units import find_units, group_by_shared_parameters
+from shoal.plan import Plan
+
+
+def apply_shard(
+    model: nn.Module, plan: Plan, mesh: DeviceMesh, types: Types, *, cast_unit_inputs: bool
+) -> nn.Module:
+    """Cut every parameter over the shard axis, unit by unit, in place.
+
+    A unit's parameters are gathered by one collective while the unit runs. ZeRO-3 frees them again after forward; ZeRO-1
+    and 2 keep them until the step's last backward. Gradients are summed, not averaged: `Step` divides once.
+
+    Args:
+        cast_unit_inputs: cast floating-point inputs of units to the compute type.
+    """
+    axes = mesh["replicate", "shard"] if plan.replicate > 1 else mesh["shard"]
+    keep = {parameter for parameter in model.parameters() if not parameter.is_floating_point()}
+    groups = [
+        [unit.module for unit in members] for members in group_by_shared_parameters(model, find_units(model))
+    ]
+    for modules in groups:
+        fully_shard(
+            modules[0] if len(modules) == 1 else modules,
+            mesh=axes,
+            reshard_after_forward=plan.zero_stage == 3,
+            mp_policy=_policy(types, cast_unit_inputs),
+            ignored_params=keep,
+        )
+    fully_shard(
+        model, mesh=axes, reshard_after_forward=False, mp_policy=_policy(types, True), ignored_params=keep
+    )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            _sum_gradients(module)
+    _prefetch([modules[0] for modules in groups])
+    return model
+
+
+def _policy(types: Types, cast_inputs: bool) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=types.compute, reduce_dtype=types.master, cast_forward_inputs=cast_inputs
+    )
+
+
+def _sum_gradients(module: Any) -> None:
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    if hasattr(
+        module, "set_reduce_scatter_unused_params"
+    ):  # torch 2.13; before, all ranks must skip the same ones
+        module.set_reduce_scatter_unused_params(True)
+
+
+def _prefetch(units: list[Any]) -> None:
+    """Gather the next unit while one runs. Said explicitly, since a backward inside the loss clears the recorded order."""
+    for one, following in pairwise(units):
+        one.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([one])

@@ -1,0 +1,127 @@
+"""`Plan`: how to spread a job over ranks. It never changes the numbers.
+
+A plan is a product of mesh axes. Rank order is row-major over `AXES`, so that the last axes, which talk most,
+stay inside a node. Frozen, validated data that imports neither torch nor the rest of shoal.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+"""Mesh axes in rank order, the slowest link first. `expert` re-uses ranks of the data axes."""
+
+
+class Plan(BaseModel):
+    """Mesh degrees and how memory is traded for time.
+
+    ZeRO stages over the `shard` axis, as `fully_shard` does them:
+
+    | zero | kept in parts                      | gradients reduced                        |
+    | ---- | ---------------------------------- | ---------------------------------------- |
+    | 1    | optimizer state                    | once a step, after the last micro-batch  |
+    | 2    | + gradients                        | after every micro-batch                  |
+    | 3    | + parameters outside their use     | after every micro-batch                  |
+
+    Source: Rajbhandari et al., "ZeRO", SC 2020.
+
+    Example:
+        >>> Plan(replicate=2, shard=4, zero=2).world_size
+        8
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    replicate: int = Field(1, ge=1, description="copies of the model; gradients are all-reduced between them")
+    shard: int = Field(1, ge=1, description="ranks over which one copy is cut (ZeRO)")
+    zero: Literal[0, 1, 2, 3] | None = Field(None, description="ZeRO stage over the shard axis; left out: 3")
+    tensor: int = Field(1, ge=1, description="ranks that share each matrix multiplication")
+    pipeline: int = Field(1, ge=1, description="ranks that hold consecutive blocks")
+    context: int = Field(1, ge=1, description="ranks that share each sequence")
+    expert: int = Field(1, ge=1, description="ranks that share the experts of a mixture-of-experts model")
+    micro_batch: int | None = Field(
+        None, ge=1, description="samples a rank takes at a time; left out: its whole part of the global batch"
+    )
+    recompute: Literal["none", "full"] = Field(
+        "none", description="full: keep only each block's input and run the block again in backward"
+    )
+    compile: bool | None = Field(None, description="torch.compile each block; left out: on GPUs only")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.zero == 0 and self.shard > 1:
+            raise ValueError(
+                f"zero = 0 cuts nothing, but shard = {self.shard}; use zero = 1, 2 or 3, or shard = 1"
+            )
+        return self
+
+    @property
+    def says_degrees(self) -> bool:
+        """Whether any degree was given; if none was, degrees are chosen for the machine and the rest is kept."""
+        return bool(self.model_fields_set & {*AXES, "expert"})
+
+    @property
+    def zero_stage(self) -> int:
+        """The ZeRO stage in force: 0 with nothing to shard, 3 unless said otherwise."""
+        if self.shard == 1:
+            return 0
+        return 3 if self.zero is None else self.zero
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that the plan needs."""
+        return math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def data_degree(self) -> int:
+        """Ranks (or groups of ranks) that read different samples."""
+        return self.replicate * self.shard
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The place of a rank on each mesh axis."""
+        place: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return place
+
+    def data_rank(self, rank: int) -> int:
+        """Which part of the global batch a rank reads, in `range(data_degree)`."""
+        place = self.coordinates(rank)
+        return place["replicate"] * self.shard + place["shard"]
+
+    def micro_batches(self, global_batch: int) -> tuple[int, int]:
+        """(micro-batches a rank runs in a step, samples in each)."""
+        local = global_batch // self.data_degree
+        micro = local if self.micro_batch is None else self.micro_batch
+        return local // micro, micro
+
+    def describe(self) -> str:
+        """One phrase: `replicate 2 x shard 4 (ZeRO-3), micro-batch 8`."""
+        parts = [
+            f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1 and axis != "shard"
+        ]
+        if self.shard > 1:
+            parts.append(f"shard {self.shard} (ZeRO-{self.zero_stage})")
+        text = " x ".join(parts) or "one device"
+        if self.micro_batch is not None:
+            text += f", micro-batch {self.micro_batch}"
+        if self.recompute != "none":
+            text += f", recompute {self.recompute}"
+        return text + (", compiled" if self.compile else "")
+
+
+def require_supported(plan: Plan) -> None:
+    """Refuse axes that this version does not have.
+
+    Raises:
+        ValueError: naming the axis and those that there are.
+    """
+    for axis in ("tensor", "pipeline", "context", "expert"):
+        if getattr(plan, axis) > 1:
+            raise ValueError(
+                f"plan.{axis} = {getattr(plan, axis)}: this version spreads over replicate and shard; "
+                f"set plan.{axis} = 1"
+            )

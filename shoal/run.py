@@ -1,0 +1,131 @@
+"""`Run`: what happened, as a directory. Every file in it is documented in docs/run.md and appears only when complete.
+
+A file is written aside, flushed and renamed, so that a reader sees the old one or the new one and nothing between.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from shoal.job import Section
+
+
+class CheckpointPolicy(Section):
+    """When checkpoints are written and how many stay."""
+
+    every: int = Field(0, ge=0, description="optimizer steps between checkpoints; 0: only at the end")
+    keep: int = Field(2, ge=1, description="newest complete checkpoints that are kept")
+
+
+class RunPolicy(Section):
+    """Where a run lives and how it is started; none of it changes a number."""
+
+    dir: str = Field("runs/latest", description="the run directory")
+    resume: bool = Field(
+        True, description="go on from the newest complete checkpoint in the directory, if any"
+    )
+    data: str | None = Field(None, description="the prepared data folder; left out: made under run.cache")
+    cache: str = Field("~/.cache/shoal", description="prepared data that runs share")
+    log_every: int = Field(1, ge=1, description="steps between lines on the terminal")
+    tensorboard: bool = Field(False, description="also write TensorBoard events (needs shoal[tensorboard])")
+    backend: str = Field(
+        "auto", description='"auto" (nccl on GPUs, gloo on CPUs), "nccl", "gloo" or "cpu:gloo,cuda:nccl"'
+    )
+    init_method: str = Field("env://", description='"env://", "tcp://host:port" or "file:///path"')
+    deadline_s: float = Field(600.0, gt=0, description="longest wait for another rank, seconds")
+    threads: int | None = Field(None, ge=1, description="CPU threads a rank; left out: cores / ranks")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it appears complete or not at all."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def append_json(path: Path, record: dict[str, Any]) -> None:
+    """Append one JSON line in a single write, so that lines of several processes do not mix."""
+    line = json.dumps(record, allow_nan=False, separators=(", ", ": ")) + "\n"
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line)
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Records of a .jsonl file; a last line cut short by a crash is left out."""
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory.
+
+    Example:
+        >>> Run(Path("runs/a")).checkpoints
+        PosixPath('runs/a/checkpoints')
+    """
+
+    path: Path
+
+    @property
+    def job_file(self) -> Path:
+        return self.path / "job.toml"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events_file(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def ranks(self) -> Path:
+        """Logs, status and errors by rank."""
+        return self.path / "ranks"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def create(self) -> None:
+        """Make the directory.
+
+        Raises:
+            ValueError: naming the directory, when it cannot be written.
+        """
+        try:
+            for folder in (self.path, self.ranks, self.checkpoints):
+                folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path / ".writable", "")
+            (self.path / ".writable").unlink()
+        except OSError as error:
+            raise ValueError(
+                f"run.dir = {str(self.path)!r} cannot be written: {error}; choose another run.dir"
+            ) from error
+
+    def event(self, kind: str, **details: Any) -> None:
+        """Append a line to events.jsonl; `time` is seconds since the epoch."""
+        append_json(self.events_file, {"time": round(time.time(), 3), "event": kind, **details})
+
+
+def job_file_of(path: str | Path) -> Path:
+    """A job file itself, or the one that a run directory keeps."""
+    path = Path(path)
+    return Run(path).job_file if path.is_dir() else path

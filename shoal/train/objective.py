@@ -1,0 +1,110 @@
+"""Objectives: how a model is called on a batch, and a loss that says what it is a mean of.
+
+A loss is a *sum* and the *weight* it is to be divided by (tokens, samples). `Step` adds both over all micro-batches and
+ranks and divides once, so that a global batch is one batch however it is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Loss(NamedTuple):
+    """A sum of losses, and the number (or weight) of the things it sums over. Both scalars."""
+
+    sum: Tensor
+    weight: Tensor | float
+
+
+class Objective(Protocol):
+    """What is minimised."""
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        """Call the model on a batch."""
+
+    def loss(self, output: Any, batch: Any) -> Loss:
+        """The loss of an output."""
+
+
+class NextToken:
+    """Cross-entropy of the next token, over the labels that are not -100.
+
+    Args:
+        compiled: compile the loss into few kernels, so that logits are read once; for GPUs.
+    """
+
+    def __init__(self, *, compiled: bool = False) -> None:
+        self._sum = torch.compile(_cross_entropy_sum) if compiled else _cross_entropy_sum
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Logits (B, T, V)."""
+        if "documents" in batch:
+            return model(batch["tokens"], batch["positions"], batch["documents"])
+        return model(batch["tokens"])
+
+    def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Loss:
+        labels = batch["labels"]
+        return Loss(self._sum(output, labels), (labels != -100).sum())
+
+
+def _cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    logits = logits.flatten(0, 1)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(wide, labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+class Supervised:
+    """A plain loss of (output, target) on batches of (inputs, target).
+
+    The function returns a mean over the batch's samples, whose weight is then the number of samples; or itself a
+    `(sum, weight)` pair.
+
+    Example:
+        Supervised(torch.nn.functional.cross_entropy)
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+        self._function = function
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        """The model's output on the inputs.
+
+        Raises:
+            TypeError: the batch is not a pair.
+        """
+        if not isinstance(batch, list | tuple) or len(batch) != 2:
+            raise TypeError(
+                f"a plain loss needs batches of (inputs, target), and the dataset gives {type(batch).__name__}; write an "
+                "objective with forward(model, batch) and loss(output, batch) for other batches"
+            )
+        return model(batch[0])
+
+    def loss(self, output: Any, batch: Any) -> Loss:
+        result = self._function(output, batch[1])
+        if isinstance(result, tuple):
+            return Loss(*result)
+        samples = len(batch[1])
+        return Loss(result * samples, samples)
+
+
+def as_objective(given: Any) -> Objective:
+    """An objective from an object of a user's: an objective, its class, or a plain loss function.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if isinstance(given, type):
+        given = given()
+    if hasattr(given, "forward") and hasattr(given, "loss"):
+        return given
+    if callable(given):
+        return Supervised(given)
+    raise TypeError(
+        f"{given!r} is no objective: expected a loss function of (output, target), or an object with "
+        "forward(model, batch) and loss(output, batch)"
+    )

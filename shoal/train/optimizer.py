@@ -1,0 +1,143 @@
+"""Optimizers on this rank's own part of every parameter: torch's fused AdamW and SGD over plain local tensors.
+
+[Note: local tensors] An element-wise update of a sharded parameter is the update of each part. Handing torch the local parts,
+and not `DTensor`s, keeps its fused kernels (one launch for all parameters) whatever meshes the parameters live on, and
+spares the dispatch of a DTensor operation for each parameter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shoal.job import Optimizer
+from shoal.parallel.replicate import core
+
+
+def AdamW(**settings: Any) -> Optimizer:  # noqa: N802 - reads like torch's
+    """Settings of AdamW at a constant rate unless `schedule` says otherwise.
+
+    Example:
+        >>> AdamW(lr=1e-3).schedule
+        'constant'
+    """
+    return Optimizer.model_validate({"name": "adamw", "schedule": "constant", **settings})
+
+
+def SGD(**settings: Any) -> Optimizer:  # noqa: N802 - reads like torch's
+    """Settings of SGD at a constant rate unless `schedule` says otherwise."""
+    return Optimizer.model_validate({"name": "sgd", "schedule": "constant", **settings})
+
+
+class LocalOptimizer:
+    """A torch optimizer over the local parts of a model's trainable parameters."""
+
+    def __init__(self, model: nn.Module, settings: Optimizer) -> None:
+        self.settings = settings
+        self.parameters = {name: p for name, p in core(model).named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise ValueError("the model has no trainable parameter; set requires_grad on those to be trained")
+        self._locals = {name: nn.Parameter(local(p)) for name, p in self.parameters.items()}
+        self.torch = _make(settings, self.parameters, self._locals)
+
+    @torch.no_grad()
+    def take_gradients(self) -> list[Tensor]:
+        """Move gradients from the parameters to the local parts; a parameter that was not used has gradient zero.
+
+        [Note: unused parameters] Whether some rank used a parameter depends on how the batch was cut. "No gradient" would
+        therefore make weight decay depend on the plan; zero does not.
+        """
+        for name, parameter in self.parameters.items():
+            part = self._locals[name]
+            if parameter.grad is None:
+                part.grad = torch.zeros_like(part)
+            else:
+                part.grad = local(parameter.grad)
+                parameter.grad = None
+        return [part.grad for part in self._locals.values() if part.grad is not None]
+
+    def step(self, lr: float, divide_by: Tensor, skip: Tensor) -> None:
+        """Update with gradients divided by `divide_by`, or do nothing where `skip` is 1; no wait for the device.
+
+        `grad_scale` and `found_inf` are how torch's GradScaler talks to fused optimizers.
+        """
+        for group in self.torch.param_groups:
+            group["lr"] = lr
+        self.torch.grad_scale = divide_by  # pyrefly: ignore[missing-attribute]
+        self.torch.found_inf = skip  # pyrefly: ignore[missing-attribute]
+        self.torch.step()
+        for part in self._locals.values():
+            part.grad = None
+
+    def rebind(self) -> None:
+        """Follow local parts that moved: the first forward of a sharded model may lay them out anew."""
+        for name, parameter in self.parameters.items():
+            part = local(parameter)
+            if part.data_ptr() != self._locals[name].data_ptr():
+                self._locals[name].data = part
+
+    @torch.no_grad()
+    def state(self) -> dict[str, Tensor]:
+        """Every state tensor by `parameter.kind`, shaped and sharded like its parameter; all zero before the first step."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            for kind, value in self._state_of(name).items():
+                found[f"{name}.{kind}"] = _like(value, parameter)
+        return found
+
+    def _state_of(self, name: str) -> dict[str, Tensor]:
+        part = self._locals[name]
+        state = self.torch.state[part]
+        if not state:
+            for kind in _kinds(self.settings):
+                state[kind] = torch.zeros_like(part)
+            if self.settings.name == "adamw":
+                state["step"] = torch.zeros((), dtype=torch.float32, device=part.device)
+        return {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
+
+
+def _kinds(settings: Optimizer) -> tuple[str, ...]:
+    """State tensors that are shaped like their parameter."""
+    if settings.name == "adamw":
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if settings.momentum else ()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _like(value: Tensor, parameter: Tensor) -> Tensor:
+    """A local state tensor as the whole it is a part of."""
+    if not isinstance(parameter, DTensor) or (value.dim() == 0 and parameter.dim() > 0):
+        return value
+    return DTensor.from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _make(
+    settings: Optimizer, parameters: dict[str, nn.Parameter], parts: dict[str, nn.Parameter]
+) -> torch.optim.Optimizer:
+    decayed = [parts[name] for name, parameter in parameters.items() if parameter.dim() >= 2]
+    plain = [parts[name] for name, parameter in parameters.items() if parameter.dim() < 2]
+    groups = [
+        {"params": group, "weight_decay": decay}
+        for group, decay in ((decayed, settings.weight_decay), (plain, 0.0))
+        if group
+    ]
+    if settings.name == "adamw":
+        return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+    return torch.optim.SGD(
+        groups, lr=settings.lr, momentum=settings.momentum, nesterov=settings.nesterov, fused=True
+    )

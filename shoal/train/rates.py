@@ -1,0 +1,52 @@
+"""What a step is worth: its usual weight, its operations and its unit, from which speed and MFU are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from shoal.data.user import collate_of, is_iterable
+from shoal.job import Job
+from shoal.models.presets import resolve
+from shoal.train.flops import counted_flops, llama_flops_per_token
+from shoal.train.objective import Objective
+
+
+class Rates(NamedTuple):
+    """Of one step over the global batch."""
+
+    unit: str
+    """what the loss is a mean of: "tokens" or "samples" """
+    usual_weight: float
+    flops_per_step: float | None
+    peak_flops: float | None
+    """of all devices together, operations a second; None where it is not known"""
+
+    def mfu(self, seconds: float) -> float | None:
+        """The part of the peak that a step of `seconds` reached; None where it cannot be told."""
+        if self.flops_per_step is None or self.peak_flops is None or seconds <= 0:
+            return None
+        return self.flops_per_step / seconds / self.peak_flops
+
+
+def rates(
+    job: Job,
+    build: Callable[[], nn.Module],
+    objective: Objective,
+    datasets: Any,
+    device_flops: float | None,
+    num_devices: int,
+) -> Rates:
+    """Rates of a job on devices of `device_flops` each."""
+    batch, is_text = job.train.global_batch, datasets.vocab is not None
+    weight = float(batch * job.data.seq_len if is_text else batch)
+    peak = device_flops * num_devices if device_flops else None
+    flops = None
+    if peak and is_text and job.model.family == "llama":
+        flops = llama_flops_per_token(resolve(job.model, datasets.vocab), job.data.seq_len) * weight
+    elif peak and not is_iterable(datasets.train):
+        counted = counted_flops(build, objective, collate_of(datasets.train)([datasets.train[0]]))
+        flops = counted * batch if counted else None
+    return Rates("tokens" if is_text else "samples", weight, flops, peak)

@@ -1,0 +1,225 @@
+"""`Step`: one optimizer step over one global batch. The only place where training happens.
+
+[Note: one division] Micro-batches run backward on sums of losses, times a fixed power of two. Sums of losses, weights and squared
+gradients then travel in one small all-reduce, and the gradients are divided once, inside the fused optimizer, by
+
+    power of two x global weight / clip coefficient.
+
+So a mean is over the whole global batch whatever the micro-batches, padding and ranks; clipping costs no pass over the
+gradients; and a step whose norm is not finite is left out by all ranks alike, without waiting for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shoal.data.cut import MicroBatch, StepBatch
+from shoal.job import Optimizer, Precision
+from shoal.parallel.apply import accumulation
+from shoal.parallel.initialise import seed_of
+from shoal.parallel.precision import map_tensors, types_of
+from shoal.plan import Plan
+from shoal.train.kernels import attention_kernels
+from shoal.train.objective import Objective
+from shoal.train.optimizer import LocalOptimizer
+from shoal.train.scale import LossScale
+from shoal.train.schedule import learning_rate
+from shoal.world import World
+
+
+class Numbers(NamedTuple):
+    """A step's numbers, equal on all ranks."""
+
+    loss: float
+    """mean over the global batch, before the update"""
+    grad_norm: float
+    """global L2 norm of that mean's gradient, before clipping"""
+    weight: float
+    """what the loss is a mean of: tokens with a label, or samples"""
+    skipped: bool
+    """the update was left out: the norm was not finite, or nothing had weight"""
+    stop: bool
+    """some rank asks all to stop after this step"""
+
+
+class StepResult:
+    """Numbers that are still on the device; reading one waits for the step to finish."""
+
+    def __init__(self, step: int, lr: float, values: Tensor) -> None:
+        self.step = step
+        self.lr = lr
+        self._values = values
+        self._numbers: Numbers | None = None
+
+    @property
+    def numbers(self) -> Numbers:
+        if self._numbers is None:
+            loss, norm, weight, skipped, stop = self._values.tolist()
+            self._numbers = Numbers(loss, norm, weight, skipped > 0, stop > 0)
+        return self._numbers
+
+    @property
+    def loss(self) -> float:
+        return self.numbers.loss
+
+    @property
+    def grad_norm(self) -> float:
+        return self.numbers.grad_norm
+
+    @property
+    def tokens(self) -> int:
+        """Labels that counted (samples, for a plain loss)."""
+        return round(self.numbers.weight)
+
+    @property
+    def skipped(self) -> bool:
+        return self.numbers.skipped
+
+
+class Step:
+    """One optimizer step: micro-batches, forward, backward, reduce, clip, update.
+
+    Args:
+        model: from `parallelize`, with the same plan, world and precision.
+        optimizer: `shoal.AdamW(lr=...)`, `shoal.SGD(...)` or a job's optimizer table.
+        total_steps: the length of the schedule.
+        usual_weight: about the weight of a global batch (its tokens); keeps sums in range, changes no number.
+        scale: fp16's initial loss scale and the number of finite steps until it doubles.
+        on_phase: told ("forward", step), ("reduce", step) and ("update", step) as they begin.
+
+    Example:
+        step = Step(model, NextToken(), AdamW(lr=3e-4), plan, world)
+        for batch in batches(dataset, job, plan, world):
+            print(step(batch).loss)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        optimizer: Optimizer,
+        plan: Plan,
+        world: World,
+        *,
+        precision: Precision = "fp32",
+        total_steps: int = 1,
+        usual_weight: float = 1.0,
+        seed: int = 0,
+        scale: tuple[float, int] = (65536.0, 2000),
+        on_phase: Callable[[str, int], None] = lambda phase, step: None,
+    ) -> None:
+        self.model, self.objective, self.plan, self.world = model, objective, plan, world
+        self.optimizer = LocalOptimizer(model, optimizer)
+        self._total_steps, self._seed, self._on_phase = total_steps, seed, on_phase
+        self._sum_type = types_of(precision).master
+        self._loss_scale = LossScale(*scale, device=world.device) if precision == "fp16" else None
+        # exact in binary, so that it costs no rounding
+        self._factor = 2.0 ** -round(math.log2(max(usual_weight, 1.0)))
+        self._averaged = plan.replicate if isinstance(model, DistributedDataParallel) else 1
+        self._copies = [self._copies_of(parameter) for parameter in self.optimizer.parameters.values()]
+        self._bound = False
+
+    def __call__(self, batch: StepBatch, *, stop: bool = False) -> StepResult:
+        """Train on this rank's part of a global batch. Collective.
+
+        Args:
+            stop: ask all ranks to stop after this step; `result.numbers.stop` is then true on all.
+        """
+        self._on_phase("forward", batch.step)
+        with attention_kernels(self.world.device):
+            loss, weight = self._forward_backward(batch.micro_batches)
+        self._on_phase("reduce", batch.step)
+        sums = self._reduce(loss, weight, stop)
+        self._on_phase("update", batch.step)
+        lr = learning_rate(self.optimizer.settings, batch.step, self._total_steps)
+        values = self._update(sums, lr)
+        return StepResult(batch.step, lr, values)
+
+    def _forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> tuple[Tensor, Tensor]:
+        """Gradients of the factored sum of losses; returns this rank's (sum of losses, weight)."""
+        self.model.train()
+        total = torch.zeros(2, dtype=self._sum_type, device=self.world.device)
+        for index, micro in enumerate(micro_batches):
+            # dropout depends on the samples' place in the run, not on the rank that has them
+            torch.manual_seed(seed_of(self._seed, "step", micro.first))
+            with accumulation(self.model, self.plan, last=index == len(micro_batches) - 1):
+                data = to_device(micro.data, self.world.device)
+                loss = self.objective.loss(self.objective.forward(self.model, data), data)
+                counts = 1.0 if micro.samples else 0.0  # a filler keeps ranks in step and adds nothing
+                self._backward(loss.sum * (self._factor * counts))
+                total += torch.stack((loss.sum.detach() * counts, as_scalar(loss.weight, total) * counts))
+        return total[0], total[1]
+
+    def _backward(self, loss: Tensor) -> None:
+        if self._loss_scale is not None:
+            loss = loss.float() * self._loss_scale.value
+        loss.backward()
+
+    @torch.no_grad()
+    def _reduce(self, loss: Tensor, weight: Tensor, stop: bool) -> Tensor:
+        """(sum of losses, weight, sum of squared gradients, ranks that ask to stop) over all ranks, in one message."""
+        if not self._bound:
+            self.optimizer.rebind()
+            self._bound = True
+        squares = self._sum_of_squares(self.optimizer.take_gradients())
+        sums = torch.stack((loss, weight, squares, torch.full_like(loss, float(stop))))
+        if self.world.size > 1:
+            dist.all_reduce(sums)
+        return sums
+
+    @torch.no_grad()
+    def _update(self, sums: Tensor, lr: float) -> Tensor:
+        """Apply the gradients, or leave the step out; returns the values of `Numbers`."""
+        loss, weight, squares, stopping = sums.unbind()
+        scale = self._loss_scale.value if self._loss_scale is not None else 1.0
+        divisor = (weight * (self._factor * scale / self._averaged)).clamp(min=torch.finfo(weight.dtype).tiny)
+        norm = squares.sqrt() / divisor
+        skip = (~(norm.isfinite() & (weight > 0))).to(torch.float32)
+        self.optimizer.step(lr, (divisor / self._clip(norm)).float(), skip)
+        if self._loss_scale is not None:
+            self._loss_scale.update(~norm.isfinite())
+        return torch.stack((loss / weight, norm, weight, skip.to(norm.dtype), stopping))
+
+    def _clip(self, norm: Tensor) -> Tensor:
+        most = self.optimizer.settings.clip
+        return (most / (norm + 1e-6)).clamp(max=1.0) if most > 0 else torch.ones_like(norm)
+
+    def _sum_of_squares(self, gradients: list[Tensor]) -> Tensor:
+        """This rank's share: every element of every gradient is counted once over all ranks."""
+        total = torch.zeros((), dtype=self._sum_type, device=self.world.device)
+        for copies in sorted(set(self._copies)):
+            parts = [part for part, held in zip(gradients, self._copies, strict=True) if held == copies]
+            total += nn.utils.get_total_norm(parts).to(total.dtype).square() / copies
+        return total
+
+    def _copies_of(self, parameter: Tensor) -> int:
+        """On how many ranks each element of a parameter is."""
+        if not isinstance(parameter, DTensor):
+            return self.world.size
+        mesh, cut = parameter.device_mesh, 1
+        for axis, placement in enumerate(parameter.placements):
+            cut *= mesh.size(axis) if placement.is_shard() else 1
+        return self.world.size // cut
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything beside the weights that the next step depends on, by name; tensors are updated in place."""
+        scale = self._loss_scale.state() if self._loss_scale is not None else {}
+        return {**{f"optimizer.{name}": value for name, value in self.optimizer.state().items()}, **scale}
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """Every tensor of a batch on the device, without waiting for copies out of pinned memory."""
+    return map_tensors(data, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def as_scalar(weight: Tensor | float, like: Tensor) -> Tensor:
+    """A weight as a scalar tensor beside `like`."""
+    return torch.as_tensor(weight, dtype=like.dtype).to(like.device)

@@ -1,0 +1,352 @@
+"""`World`: who takes part. Rank, device, backend, mesh, and what ranks settle without a collective.
+
+`world()` is the same line for one process, torchrun, Slurm, MPI, Kubernetes and `shoal train`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shoal.cluster import DEVICES, Cluster, Device
+from shoal.launch.environments import Place, PlaceError, detect
+from shoal.launch.meeting import DeadlineError, Meeting, WorldError
+from shoal.launch.rendezvous import Waits, open_store
+from shoal.plan import AXES, Plan
+
+__all__ = ["DeadlineError", "PlaceError", "World", "WorldError", "detect_cluster", "world"]
+
+FAREWELL_S = 10.0  # rank 0 holds the store, and waits so long for ranks that still read it
+
+
+@dataclass(eq=False)
+class World:
+    """The ranks that train together, seen from one of them. Made by `world()`; close it, or use a `with`."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    backend: str
+    deadline: timedelta
+    _meeting: Meeting = field(repr=False)
+    _meshes: dict[tuple[int, ...], DeviceMesh] = field(default_factory=dict, repr=False)
+    _open: bool = field(default=True, repr=False)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that speaks."""
+        return self.rank == 0
+
+    def mesh(self, plan: Plan) -> DeviceMesh:
+        """The mesh of a plan: the axes of `AXES` with a degree above 1, and always replicate and shard.
+
+        The same mesh is given for the same degrees. Its groups keep this world's deadline.
+
+        Raises:
+            ValueError: the plan needs another number of ranks; the message says which degrees would work.
+
+        Example:
+            >>> with world(device="cpu") as here:
+            ...     here.mesh(Plan()).mesh_dim_names
+            ('replicate', 'shard')
+        """
+        if plan.world_size != self.size:
+            raise ValueError(_wrong_size(plan, self.size))
+        names = tuple(axis for axis in AXES if axis in ("replicate", "shard") or getattr(plan, axis) > 1)
+        degrees = tuple(getattr(plan, axis) for axis in AXES)
+        if degrees not in self._meshes:
+            shape = tuple(getattr(plan, axis) for axis in names)
+            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+            for axis in names:
+                mesh.get_group(axis).set_timeout(self.deadline)  # else 30 minutes (Gloo), 10 (NCCL)
+            self._meshes[degrees] = mesh
+        return self._meshes[degrees]
+
+    def barrier(self, what: str) -> None:
+        """Wait for every rank to come to `what`.
+
+        Raises:
+            DeadlineError: naming the ranks that did not come within the deadline.
+            WorldError: ranks came to barriers of different names.
+        """
+        self._meeting.meet(what)
+
+    def agree(self, name: str, text: str) -> None:
+        """Make sure that every rank has the same text: its job, its plan.
+
+        Raises:
+            WorldError: on every rank, naming those that differ and how: `rank 1 differs from rank 0 in the
+            job:
+                optimizer.lr = 0.001 against 0.0003`.
+        """
+        self._meeting.agree(name, text)
+
+    def broadcast_text(self, text: str | None, src: int = 0) -> str:
+        """The text that rank `src` gave, on every rank."""
+        return self._meeting.tell(text, src)
+
+    def close(self, wait: bool = True) -> None:
+        """Leave the world; a second call does nothing. `wait=False` after a failure: others may not come."""
+        if not self._open:
+            return
+        self._open = False
+        self._meshes.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if self.size > 1:
+            with suppress(dist.DistError):  # the store may have gone first
+                self._meeting.leave(FAREWELL_S if wait else 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close(wait=error is None)
+
+
+def world(
+    *,
+    backend: str = "auto",
+    init_method: str = "env://",
+    deadline_s: float = 600.0,
+    connect_s: float = 30.0,
+    device: str = "auto",
+    rank: int | None = None,
+    size: int | None = None,
+    local_rank: int | None = None,
+    store: dist.Store | None = None,
+) -> World:
+    """Join the world that this process was started for, or be a world of one.
+
+    Who this process is comes from its launcher's variables (see `shoal.launch.environments`), or from `rank`
+    and `size`. `deadline_s` is the longest wait for another rank anywhere, `connect_s` the longest wait for
+    rank 0 to listen. All ranks succeed or all raise.
+
+    Raises:
+        PlaceError: the launcher's variables are incomplete or impossible.
+        ValueError: an argument that cannot be used.
+        WorldError: no such host, port taken, no such device or backend on some rank, two ranks with one
+        number. DeadlineError: some ranks did not come; the message names them.
+
+    Example:
+        >>> with world(device="cpu") as here:
+        ...     (here.rank, here.size, here.backend)
+        (0, 1, 'gloo')
+    """
+    if dist.is_initialized():
+        raise WorldError("this process is in a process group already; close that World before making another")
+    if deadline_s <= 0 or connect_s <= 0:
+        raise ValueError(f"deadline_s = {deadline_s} and connect_s = {connect_s} must be above 0")
+    place = _place(rank, size, local_rank)
+    waits = Waits(deadline_s, connect_s)
+    shared = store if store is not None else open_store(place, init_method, waits)
+    shared = dist.PrefixStore(f"shoal/{place.generation}", shared)
+    meeting = Meeting(shared, place.rank, place.size, deadline_s)
+    _find_rank_0(shared, place, waits)
+    local, local_size = _local_place(place, shared)
+    chosen, backends, problem = _choose(device, backend, local, place)
+    meeting.meet("start", problem or _claim(shared, place, chosen, init_method))
+    if local_size is None:
+        local_size = shared.add(_host_key(), 0)
+    deadline = timedelta(seconds=deadline_s)
+    _init_process_group(backends, shared, place, chosen, deadline)
+    return World(place.rank, place.size, local, local_size, chosen, backends, deadline, meeting)
+
+
+def _place(rank: int | None, size: int | None, local_rank: int | None) -> Place:
+    if rank is None and size is None:
+        place = detect(os.environ)
+        return place if local_rank is None else place._replace(local_rank=local_rank)
+    if rank is None or size is None:
+        raise ValueError(f"rank = {rank} and size = {size}: give both, or neither to ask the environment")
+    if not 0 <= rank < size:
+        raise ValueError(f"rank = {rank} is outside the world of size = {size}: expected 0 to {size - 1}")
+    return Place("arguments", rank, size, local_rank=local_rank)
+
+
+def _find_rank_0(store: dist.Store, place: Place, waits: Waits) -> None:
+    """Make sure that the store is this world's: another job's store would answer on its port as well."""
+    if place.rank == 0:
+        store.set("rank 0", socket.gethostname())
+        return
+    end = time.monotonic() + (waits.deadline_s if place.agent_store else waits.first_s)
+    while not store.check(["rank 0"]):
+        if time.monotonic() > end:
+            raise DeadlineError(
+                f"rank {place.rank} of {place.size} reached the store, but rank 0 did not come to it within "
+                f"{waits.first_s:g} s; check that rank 0 started, and that no other job uses the same "
+                "address and port"
+            )
+        time.sleep(0.02)
+
+
+def _host_key() -> str:
+    return f"host/{socket.gethostname()}"
+
+
+def _local_place(place: Place, store: dist.Store) -> tuple[int, int | None]:
+    """Local rank and size; where the launcher does not say, in the order in which ranks of a host come."""
+    if place.local_rank is not None and place.local_size is not None:
+        return place.local_rank, place.local_size
+    order = store.add(_host_key(), 1) - 1
+    return (order if place.local_rank is None else place.local_rank), None
+
+
+def _choose(device: str, backend: str, local: int, place: Place) -> tuple[torch.device, str, str]:
+    """Device, backends, and what is wrong with them: told to all ranks, not raised here alone."""
+    here = f"rank {place.rank} on {socket.gethostname()}: "
+    try:
+        chosen = choose_device(device, local, place)
+        return chosen, choose_backends(backend, chosen), ""
+    except ValueError as error:
+        return torch.device("cpu"), "gloo", here + str(error)
+
+
+def choose_device(device: str, local_rank: int, place: Place) -> torch.device:
+    """The device of a rank: its own GPU if there are any, else the CPU.
+
+    Raises:
+        ValueError: no GPU, or fewer than ranks on this node.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device = {device!r} is not known: expected auto, cpu or cuda")
+    count = torch.cuda.device_count() if device != "cpu" else 0
+    if count == 0:
+        if device == "cuda":
+            why = (
+                "this torch is built without CUDA" if torch.version.cuda is None else "the driver shows none"
+            )
+            raise ValueError(
+                f"device = 'cuda', but torch sees no GPU here ({why}); use device = 'cpu' or run doctor"
+            )
+        return torch.device("cpu")
+    if local_rank < count:
+        return torch.device("cuda", local_rank)
+    if count == 1 and place.source not in ("RANK and WORLD_SIZE", "arguments"):
+        return torch.device("cuda", 0)  # Slurm and MPI may show each task its own GPU only
+    raise ValueError(
+        f"LOCAL_RANK = {local_rank}, but torch sees {count} GPUs here: start at most {count} ranks on this "
+        "node "
+        "(check CUDA_VISIBLE_DEVICES)"
+    )
+
+
+def choose_backends(backend: str, device: torch.device) -> str:
+    """The backend string for torch: NCCL for GPU tensors, Gloo for CPU tensors, unless said otherwise.
+
+    Raises:
+        ValueError: a backend that this torch does not have, or that cannot serve the device.
+    """
+    if backend == "auto":
+        return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    names = [part.rpartition(":")[2] for part in backend.split(",")]
+    devices = [part.rpartition(":")[0] for part in backend.split(",")]
+    missing = [name for name in names if not built.get(name)]
+    usable = ", ".join(name for name, is_built in built.items() if is_built)
+    if missing:
+        why = (
+            "PyTorch's wheels are built without it"
+            if missing[0] in ("mpi", "ucc", "nccl")
+            else "it is not known"
+        )
+        raise ValueError(
+            f"backend = {backend!r}: {missing[0]!r} cannot be used, {why}; available: auto, {usable}"
+        )
+    if len(names) > 1 and sorted(devices) != ["cpu", "cuda"]:
+        raise ValueError(f"backend = {backend!r} is not understood: expected such as 'cpu:gloo,cuda:nccl'")
+    if names == ["nccl"] and device.type == "cpu":
+        raise ValueError(
+            f"backend = {backend!r} moves GPU tensors only, and this rank is on the CPU; use gloo"
+        )
+    return backend
+
+
+def _claim(store: dist.Store, place: Place, device: torch.device, init_method: str) -> str:
+    """Take this rank's number and GPU; what is wrong if another process has them."""
+    here = f"{socket.gethostname()}, process {os.getpid()}"
+    if store.add(f"claim/{place.rank}", 1) > 1:
+        left = f", or {init_method} is left from an earlier run" if init_method.startswith("file") else ""
+        return (
+            f"two processes are rank {place.rank} (one of them: {here}){left}; give each process its own RANK"
+        )
+    if device.type == "cuda":
+        gpu = getattr(torch.cuda.get_device_properties(device), "uuid", f"{_host_key()}/{device.index}")
+        if store.add(f"claim/{gpu}", 1) > 1:
+            return (
+                f"rank {place.rank} ({here}) has a GPU that another rank has too: {device}; check LOCAL_RANK"
+            )
+    return ""
+
+
+def _init_process_group(
+    backends: str, store: dist.Store, place: Place, device: torch.device, deadline: timedelta
+) -> None:
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backends,
+        store=dist.PrefixStore("group", store),
+        rank=place.rank,
+        world_size=place.size,
+        timeout=deadline,
+        device_id=device if on_gpu else None,
+    )
+
+
+def _wrong_size(plan: Plan, size: int) -> str:
+    fits = []
+    for axis in AXES:
+        others = plan.world_size // getattr(plan, axis)
+        if size % others == 0:
+            fits.append(f"plan.{axis}={size // others}")
+    advice = f"use {' or '.join(fits)}, or " if fits else ""
+    return (
+        f"the plan needs {plan.world_size} ranks ({plan.describe()}), but {size} take part: "
+        f"{advice}start {plan.world_size} ranks"
+    )
+
+
+def detect_cluster() -> Cluster:
+    """This machine as a cluster of one node: its GPUs, or two CPU ranks, since more do not make a CPU faster.
+
+    Example:
+        >>> detect_cluster().nodes
+        1
+    """
+    count = torch.cuda.device_count()
+    if count == 0:
+        return Cluster(devices_per_node=min(2, len(os.sched_getaffinity(0))), device=DEVICES["cpu"])
+    properties = torch.cuda.get_device_properties(0)
+    return Cluster(devices_per_node=count, device=known_device(properties.name, properties.total_memory))
+
+
+def known_device(name: str, memory_bytes: int) -> Device:
+    """The device of `shoal.cluster.DEVICES` that a GPU's name and memory fit, or one without rates.
+
+    Variants with other rates (PCIe, NVL, laptops, Grace) are not taken for the named one.
+    """
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    pairs = {a + b for a, b in itertools.pairwise(words)} | set(words)
+    for kind, known in DEVICES.items():
+        named = kind.partition("-")[0] in pairs and not pairs & {"pcie", "nvl", "laptop"}
+        if named and known.memory_bytes and abs(memory_bytes / known.memory_bytes - 1) < 0.15:
+            return known.model_copy(update={"memory_bytes": memory_bytes})
+    return Device(kind="-".join(words), type="cuda", memory_bytes=memory_bytes)

@@ -1,0 +1,57 @@
+"""What ranks run in the tests of the launcher: all-reduces in named phases, and ways to go wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shoal.config import Settings
+from shoal.launch.worker import StopFlag
+from shoal.observe.status import RankStatus
+from shoal.world import World
+
+PHASES = ("step", "eval", "save")
+
+
+def loop(settings: Settings, world: World, status: RankStatus, stop: StopFlag) -> None:
+    """`train.steps` steps of three phases; the model's options say what goes wrong: [fault, phase]."""
+    fault = settings.model.options.get("fault")
+    for step in range(1, settings.train.steps + 1):
+        for phase in PHASES:
+            status.enter(phase, step)
+            if fault and world.rank == 1 and step == 3 and phase == settings.model.options["phase"]:
+                if fault == "return":
+                    return
+                FAULTS[fault]()
+            asked = torch.tensor([float(stop.requested)])
+            dist.all_reduce(asked)
+            time.sleep(settings.model.options.get("pause", 0.0))
+            if asked.item() and phase == "step":
+                Path(settings.run.dir, f"saved-{world.rank}").write_text(str(step))
+                return
+
+
+def raise_error() -> None:
+    raise ValueError("bad sample at index 1234")
+
+
+def kill_itself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def read_forever() -> None:
+    time.sleep(1000)
+
+
+FAULTS = {"raise": raise_error, "kill": kill_itself, "stuck": read_forever}
+
+
+def hello(settings: Settings, world: World, status: RankStatus, stop: StopFlag) -> None:
+    """Print and finish all steps."""
+    print(f"hello from rank {world.rank} of {world.size}")
+    status.enter("step", settings.train.steps)

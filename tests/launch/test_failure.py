@@ -1,0 +1,80 @@
+"""The culprit is the rank that failed first, not the one whose connection broke."""
+
+from __future__ import annotations
+
+from shoal.launch.errors import RankError, is_secondary
+from shoal.launch.failure import End, Scene, find_culprit, main_stack, waits
+from shoal.launch.meeting import DeadlineError
+from shoal.observe.host import GIB, Memory
+from shoal.observe.status import State, Status
+
+
+def status(rank: int, step: int, state: State = "running", monotonic: float = 0.0) -> Status:
+    return Status(rank, 100 + rank, "node", step, "step", state, 0.0, monotonic)
+
+
+def error(rank: int, time: float, secondary: bool = False) -> RankError:
+    return RankError(rank, "node", 1, 3, "step", "ValueError", "bad", "", "", time, secondary)
+
+
+def test_a_cause_goes_before_a_lost_connection_that_was_noticed_earlier() -> None:
+    ends = [
+        End(0, 1, 1.0, status(0, 3, "failed"), error(0, 1.0, secondary=True)),
+        End(1, 1, 2.0, status(1, 3, "failed"), error(1, 2.0)),
+    ]
+    assert find_culprit(Scene(ends)).rank == 1
+
+
+def test_a_signal_goes_before_errors_that_came_after_it() -> None:
+    ends = [
+        End(0, 1, 5.0, status(0, 3, "failed"), error(0, 5.0)),
+        End(1, -9, 4.0, status(1, 3), None),
+    ]
+    culprit = find_culprit(Scene(ends, Memory(7 * GIB, 8 * GIB)))
+    assert culprit.headline == "rank 1 was killed by SIGKILL in step 3, phase step"
+    assert "host memory reached 7.0 of 8.0 GiB" in culprit.details[0]
+    assert "killed 1 process(es)" in find_culprit(Scene(ends, oom_kills=1)).details[0]
+
+
+def test_an_abort_is_a_consequence_unless_nothing_else_happened() -> None:
+    aborted = End(0, -6, 1.0, status(0, 3), None)
+    assert find_culprit(Scene([aborted, End(1, 1, 2.0, status(1, 3), error(1, 2.0))])).rank == 1
+    lost = End(1, 1, 2.0, status(1, 3), error(1, 2.0, secondary=True))
+    assert "SIGABRT" in find_culprit(Scene([aborted, lost])).headline
+
+
+def test_the_stuck_rank_is_the_one_behind_and_not_waiting() -> None:
+    waiting = 'File "/x/torch/distributed/distributed_c10d.py", line 1 in all_reduce'
+    ends = [
+        End(0, None, 0.0, status(0, 3, monotonic=1.0), None, waiting),
+        End(1, None, 0.0, status(1, 3, monotonic=2.0), None, 'File "/x/load.py", line 7 in read'),
+        End(2, None, 0.0, status(2, 4, monotonic=0.0), None, 'File "/x/load.py", line 7 in read'),
+    ]
+    culprit = find_culprit(Scene(ends, stalled_s=9))
+    assert culprit.headline == "rank 1 is stuck for 9 s in step 3, phase step"
+    assert culprit.details[0] == "at /x/load.py:7 in read"
+
+
+def test_errors_of_peers_are_told_from_causes() -> None:
+    assert is_secondary(RuntimeError("[gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:32"))
+    assert is_secondary(RuntimeError("Timed out waiting 10000ms for recv operation to complete"))
+    assert is_secondary(DeadlineError("rank 0 waited for rank 1"))
+    assert not is_secondary(ConnectionResetError("Connection reset by peer"))  # the user's own network
+    assert not is_secondary(ValueError("bad sample"))
+    try:
+        try:
+            raise RuntimeError("Connection closed by peer")
+        except RuntimeError as lost:
+            raise ValueError("my step failed") from lost
+    except ValueError as wrapped:
+        assert is_secondary(wrapped)
+
+
+def test_the_main_thread_is_found_in_a_dump_of_many() -> None:
+    text = (
+        'Thread 0x1 (most recent call first):\n  File "/x/pin.py", line 1 in loop\n\n'
+        'Current thread 0x2 (most recent call first):\n  File "/x/torch/distributed/a.py", line 1 in f\n'
+        '  File "/x/shoal/launch/worker.py", line 1 in run_rank\n'
+    )
+    assert waits(main_stack(text))
+    assert "pin.py" not in main_stack(text)

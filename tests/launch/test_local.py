@@ -1,0 +1,202 @@
+"""A launch ends well, gracefully, or with a report whose first line names the rank that failed first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.config import Settings, parse
+from shoal.launch.local import Outcome, launch
+from shoal.observe.status import read_status
+from tests.launch import targets
+
+LOOP = f"{targets.__name__}:loop"
+HELLO = f"{targets.__name__}:hello"
+
+
+def settings(folder: Path, deadline_s: float = 30.0, steps: int = 5, **options: Any) -> Settings:
+    return parse(
+        {
+            "run": {"dir": str(folder), "deadline_s": deadline_s},
+            "train": {"steps": steps},
+            "model": {"options": options},
+        },
+        where="test",
+    )
+
+
+def ranks_are_gone(folder: Path, within_s: float = 5.0) -> bool:
+    """Whether no process that wrote a status in a run still exists."""
+    statuses = [read_status(path) for path in (folder / "ranks").glob("*.status")]
+    assert statuses, "no rank ever started"
+    return wait_until(lambda: not any(status and exists(status.pid) for status in statuses), within_s)
+
+
+def exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until(condition: Callable[[], bool], within_s: float) -> bool:
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return condition()
+
+
+CAUSES = {
+    "raise": "rank 1 failed in step 3, phase {}: ValueError: bad sample at index 1234",
+    "kill": "rank 1 was killed by SIGKILL in step 3, phase {}",
+    "return": "rank 1 finished after step 3 while rank 0 was in step 3, phase {}",
+    "stuck": "rank 1 is stuck",
+}
+
+
+@pytest.mark.parametrize("phase", targets.PHASES)
+@pytest.mark.parametrize("fault", CAUSES)
+def test_the_first_line_names_rank_1_and_the_cause(
+    fault: str, phase: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    deadline_s = 3.0 if fault == "stuck" else 60.0
+    begin = time.monotonic()
+    outcome = launch(settings(tmp_path, deadline_s, fault=fault, phase=phase), 2, device="cpu", target=LOOP)
+    took = time.monotonic() - begin
+
+    assert outcome.state == "failed"
+    assert outcome.report.splitlines()[0].startswith(CAUSES[fault].format(phase))
+    assert took < 30
+    assert (tmp_path / "ranks" / "failure.txt").read_text() == outcome.report + "\n"
+    assert outcome.report in capfd.readouterr().err
+    assert ranks_are_gone(tmp_path)
+
+
+def test_a_stuck_rank_is_shown_with_its_stack_and_warned_of_first(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outcome = launch(settings(tmp_path, 3.0, fault="stuck", phase="step"), 2, device="cpu", target=LOOP)
+    assert f"targets.py:{line_of('time.sleep(1000)')} in read_forever" in outcome.report
+    assert "rank 1 is in step 3, phase step; all are stopped after 3 s" in capfd.readouterr().err
+
+
+def line_of(text: str) -> int:
+    lines = Path(targets.__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, start=1) if text in line)
+
+
+def test_a_report_shows_the_line_of_user_code(tmp_path: Path) -> None:
+    outcome = launch(settings(tmp_path, fault="raise", phase="eval"), 2, device="cpu", target=LOOP)
+    assert f"targets.py:{line_of('raise ValueError')} in raise_error: raise ValueError(" in outcome.report
+    assert "rank 0 lost its peers in step 3, phase eval" in outcome.report
+
+
+def test_a_target_that_cannot_be_imported_is_reported(tmp_path: Path) -> None:
+    outcome = launch(settings(tmp_path), 2, device="cpu", target="no.such.module:train")
+    assert outcome.state == "failed"
+    assert "ModuleNotFoundError: No module named 'no'" in outcome.report
+
+
+def test_rank_0_keeps_the_terminal_and_all_ranks_have_logs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(settings(tmp_path), 2, device="cpu", target=HELLO) == Outcome("ok", 5)
+    shown = capfd.readouterr().out
+    assert "hello from rank 0 of 2" in shown
+    assert "hello from rank 1 of 2" not in shown
+    for rank in (0, 1):
+        assert (tmp_path / "ranks" / f"{rank}.log").read_text() == f"hello from rank {rank} of 2\n"
+    assert sorted(path.name for path in (tmp_path / "ranks").iterdir()) == [
+        "0.log",
+        "0.status",
+        "1.log",
+        "1.status",
+    ]
+
+
+def test_two_launches_at_once_do_not_meet(tmp_path: Path) -> None:
+    outcomes: dict[str, Outcome] = {}
+
+    def start(name: str) -> None:
+        outcomes[name] = launch(settings(tmp_path / name), 2, device="cpu", target=LOOP)
+
+    threads = [threading.Thread(target=start, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes == {"a": Outcome("ok", 5), "b": Outcome("ok", 5)}
+
+
+def start_launcher(folder: Path) -> subprocess.Popen[str]:
+    """A launcher in a process of its own, once its ranks have done a few steps of a long job."""
+    code = (
+        "import sys\nfrom shoal.config import Settings\nfrom shoal.launch.local import launch\n"
+        f"outcome = launch(Settings.from_toml(sys.argv[1]), 2, device='cpu', target={LOOP!r})\n"
+        "print(outcome.state, outcome.step)"
+    )
+    toml = settings(folder, steps=100_000, pause=0.01).to_toml()
+    process = subprocess.Popen([sys.executable, "-c", code, toml], stdout=subprocess.PIPE, text=True)
+    files = [folder / "ranks" / f"{rank}.status" for rank in (0, 1)]
+    assert wait_until(lambda: all((status := read_status(file)) and status.step > 2 for file in files), 30)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_ranks_finish_their_step(number: signal.Signals, tmp_path: Path) -> None:
+    process = start_launcher(tmp_path)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=20)
+    saved = {(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)}
+    assert len(saved) == 1
+    assert out.split() == ["interrupted", saved.pop()]
+    assert ranks_are_gone(tmp_path)
+
+
+def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    process = start_launcher(tmp_path)
+    process.kill()
+    process.communicate()
+    assert ranks_are_gone(tmp_path)
+
+
+def test_a_rank_that_gets_the_signal_itself_stops_all_of_them(tmp_path: Path) -> None:
+    process = start_launcher(tmp_path)
+    status = read_status(tmp_path / "ranks" / "1.status")
+    assert status is not None
+    os.kill(status.pid, signal.SIGTERM)
+    out, _ = process.communicate(timeout=20)
+    assert out.startswith("interrupted")
+
+
+def test_torchrun_ranks_say_who_failed_and_whose_victims_they_are(tmp_path: Path) -> None:
+    code = (
+        "import os, sys\nfrom shoal.config import Settings\nfrom shoal.launch.worker import run_worker\n"
+        f"sys.exit(run_worker(Settings.from_toml(os.environ['JOB']), device='cpu', target={LOOP!r}))\n"
+    )
+    script = tmp_path / "work.py"
+    script.write_text(code)
+    job = settings(tmp_path / "run", fault="raise", phase="step").to_toml()
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "JOB": job, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 1
+    own = CAUSES["raise"].format("step")
+    assert f"\n{own}" in f"\n{done.stderr}"
+    assert f"rank 0 was stopped, in step 3, phase step, because {own}" in done.stderr

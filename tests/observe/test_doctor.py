@@ -1,0 +1,40 @@
+"""The doctor looks at everything in seconds, and finds what is planted."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from shoal.observe import doctor
+from shoal.observe.doctor import examine, leftovers, live_ranks
+
+
+def test_an_examination_is_quick_and_has_no_look_that_fails() -> None:
+    begin = time.monotonic()
+    findings = {finding.name: finding for finding in examine()}
+    assert time.monotonic() - begin < 30  # 4 s on an idle machine
+    assert findings["two live ranks"].verdict == "ok", findings["two live ranks"]
+    assert {"python", "torch", "gloo", "nccl", "cpu cores", "loopback", "host name", "open files"} <= set(findings)
+    assert not any(finding.meaning == "this could not be examined" for finding in findings.values())
+    assert all(finding.meaning for finding in findings.values() if finding.verdict != "ok")
+
+
+def test_leftovers_of_debugging_are_found() -> None:
+    found = list(leftovers({"NCCL_P2P_DISABLE": "1", "TORCH_DISTRIBUTED_DEBUG": "detail", "NCCL_NVLS_ENABLE": "1"}))
+    assert [finding.name for finding in found] == ["NCCL_P2P_DISABLE", "TORCH_DISTRIBUTED_DEBUG"]
+    assert [finding.value for finding in leftovers({})] == ["none set"]
+
+
+def test_ranks_that_cannot_talk_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    finding = live_ranks()
+    assert finding.verdict == "problem"
+    assert finding.meaning
+
+
+def test_a_host_name_that_does_not_resolve_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    problems = [finding for finding in doctor._network() if finding.verdict == "problem"]
+    assert [finding.name for finding in problems] == ["host name"]

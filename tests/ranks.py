@@ -1,0 +1,171 @@
+"""`run_ranks`: run a function on several real Gloo ranks, forked from a process that has imported torch."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PRELOAD = [
+    "pytest",
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint",
+    "shoal.config",
+    "shoal.world",
+    "tests.ranks",
+]
+SETTLE_S = 3.0  # how long the others may take to fail too, once one rank has failed
+
+
+class Answer(NamedTuple):
+    """What a rank sends back: a value, or an exception with its traceback."""
+
+    value: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+
+
+def run_ranks(
+    n: int, fn: Callable[..., Any], *args: object, timeout: float = 120, threads: int = 1, join: bool = True
+) -> list[Any]:
+    """Run `fn(world, *args)` on `n` Gloo ranks and return what each returned, by rank.
+
+    `fn` is defined at the top level of a module; its results and arguments can be pickled. With `join=False`
+    no `World` is made and ranks are called as `fn(rank, size, folder, *args)`.
+
+    Raises:
+        the first exception of a rank, with a note that names the rank and holds its traceback.
+        TimeoutError: naming the ranks that were still running after `timeout` seconds; they are killed.
+        RuntimeError: a rank died without an answer, with its exit code or signal.
+
+    Example:
+        >>> def double(world, x):
+        ...     return world.rank * x
+        >>> run_ranks(2, double, 10)  # doctest: +SKIP
+        [0, 10]
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    folder = tempfile.mkdtemp(prefix="ranks-")
+    call = pickle.dumps((fn, args))
+    processes: list[ForkServerProcess] = []
+    pipes: list[Connection] = []
+    try:
+        for rank in range(n):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank, args=(theirs, call, rank, n, folder, timeout, threads, join), daemon=False
+            )
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+        return _values(_collect(processes, pipes, timeout), processes, timeout)
+    finally:
+        _stop(processes)
+        for pipe in pipes:
+            pipe.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _rank(
+    pipe: Connection, call: bytes, rank: int, size: int, folder: str, timeout: float, threads: int, join: bool
+) -> None:
+    import torch
+
+    from shoal.world import world
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(threads)
+    try:
+        fn, args = pickle.loads(call)
+        if join:
+            store = f"file://{folder}/store"
+            with world(
+                init_method=store, device="cpu", deadline_s=timeout, rank=rank, size=size, local_rank=rank
+            ) as here:
+                answer = Answer(fn(here, *args))
+        else:
+            answer = Answer(fn(rank, size, Path(folder), *args))
+        message = pickle.dumps(answer)
+    except BaseException as error:
+        message = _pickle_error(error)
+    pipe.send_bytes(message)
+    pipe.close()
+
+
+def _pickle_error(error: BaseException) -> bytes:
+    text = traceback.format_exc()
+    try:
+        message = pickle.dumps(Answer(error=error, traceback=text))
+        pickle.loads(message)  # some exceptions pickle and cannot be read back
+        return message
+    except Exception:
+        return pickle.dumps(Answer(error=RuntimeError(f"{type(error).__name__}: {error}"), traceback=text))
+
+
+def _collect(
+    processes: Sequence[ForkServerProcess], pipes: list[Connection], timeout: float
+) -> dict[int, Answer]:
+    """Answers in the order in which they came; a rank that died or hangs has none."""
+    answers: dict[int, Answer] = {}
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    deadline = time.monotonic() + timeout
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(waiting), left):
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                answers[rank] = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                processes[rank].join(5)
+            if rank not in answers or answers[rank].error:
+                deadline = min(deadline, time.monotonic() + SETTLE_S)
+    return answers
+
+
+def _values(answers: dict[int, Answer], processes: Sequence[ForkServerProcess], timeout: float) -> list[Any]:
+    died = [
+        rank for rank in range(len(processes)) if rank not in answers and processes[rank].exitcode is not None
+    ]
+    failed = [rank for rank, answer in answers.items() if answer.error]
+    primary = [rank for rank in failed if "onnection" not in str(answers[rank].error)]
+    if died and not primary:
+        raise RuntimeError(f"rank {died[0]} died: {_exit_text(processes[died[0]].exitcode)}")
+    if failed:
+        rank = (primary or failed)[0]
+        error = answers[rank].error
+        assert error is not None
+        error.add_note(f"on rank {rank} of {len(processes)}:\n{answers[rank].traceback}")
+        raise error
+    hung = [rank for rank in range(len(processes)) if rank not in answers]
+    if hung:
+        raise TimeoutError(f"ranks {hung} of {len(processes)} gave no answer within {timeout} s")
+    return [answers[rank].value for rank in range(len(processes))]
+
+
+def _exit_text(code: int | None) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+
+
+def _stop(processes: Sequence[ForkServerProcess]) -> None:
+    """Give ranks that have answered a moment to leave, then kill what is left."""
+    deadline = time.monotonic() + 2
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+        process.join()
+        process.close()
