@@ -66,4 +66,8 @@ def _check_llama(dims: LlamaDims, job: Job, plan: Plan) -> None:
             f"use at most {dims.layers}"
         )
     if job.data.seq_len % plan.context:
-        raise ValueError(f"plan.context = {plan.context} does not divide data.seq_len = {job.data.seq_len}")
+        length = job.data.seq_len
+        works = [degree for degree in range(1, min(length, 64) + 1) if length % degree == 0]
+        raise ValueError(
+            f"plan.context = {plan.context} does not divide data.seq_len = {length}; these do: {works}"
+        )

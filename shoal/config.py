@@ -6,6 +6,7 @@ Every mistake is reported as one `ConfigError` that names the key, the value and
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -45,7 +46,14 @@ class Settings(Section):
 
     def to_toml(self) -> str:
         """The settings as a job file, complete but for values that are left to be chosen."""
-        return tomli_w.dumps(self.model_dump(exclude_none=True))
+        table = self.model_dump(exclude_none=True)
+        if (
+            self.plan is not None and not self.plan.says_degrees
+        ):  # degrees that are written would count as said
+            table["plan"] = {
+                key: table["plan"][key] for key in self.plan.model_fields_set & set(table["plan"])
+            }
+        return tomli_w.dumps(table)
 
     @classmethod
     def from_toml(cls, text: str) -> Settings:
@@ -80,9 +88,10 @@ def apply_overrides(table: dict[str, Any], words: Iterable[str]) -> dict[str, An
     table = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
     for word in words:
         key, equals, text = word.partition("=")
-        if not equals or not key:
+        path = key.strip().split(".")
+        if not equals or not all(path):
             raise ConfigError(f"{word!r} is not an override: expected key=value, such as plan.shard=4")
-        _set(table, key.strip().split("."), _value(text), word)
+        _set(table, path, _value(text), word)
     return table
 
 
@@ -101,9 +110,10 @@ def _set(table: dict[str, Any], path: list[str], value: Any, word: str) -> None:
 
 def _value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        read = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    return read["value"] if len(read) == 1 else text
 
 
 def parse(table: dict[str, Any], where: str) -> Settings:
@@ -118,18 +128,57 @@ def parse(table: dict[str, Any], where: str) -> Settings:
         settings = Settings.model_validate(table)
         _ = settings.job  # checks across its tables
     except ValidationError as error:
-        raise ConfigError(f"{where}: " + "\n  ".join(_explain(item) for item in error.errors())) from None
+        raise ConfigError(f"{where}: " + "\n  ".join(_explain_all(error, table))) from None
     return settings
 
 
-def _explain(item: Any) -> str:
-    key = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        return f"unknown key {key!r}{_nearest_key(item['loc'])}"
-    message = item["msg"].removeprefix("Value error, ")
-    if not key or item["type"] == "value_error":
-        return f"{key}: {message}" if key else message
-    return f"{key} = {item['input']!r}: {message[0].lower()}{message[1:]}"
+_EXPECTED = {
+    "model_type": "expected a table",
+    "dict_type": "expected a table",
+    "string_type": "expected text, in quotes",
+    "list_type": "expected a list",
+    "tuple_type": "expected a list",
+    "missing": "too few values",
+    "too_long": "too many values",
+    "int_type": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_type": "expected a number",
+    "bool_type": "expected true or false",
+}
+
+
+def _explain_all(error: ValidationError, table: dict[str, Any]) -> list[str]:
+    """One line for each key that is wrong."""
+    lines: list[str] = []
+    wrong: dict[str, list[str]] = {}
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            lines.append(f"unknown key {key!r}{_nearest_key(item['loc'])}")
+        elif item["type"] == "value_error":
+            lines.append(f"{key}: {message}" if key else message)
+        else:
+            expected = _EXPECTED.get(
+                item["type"], message.replace("Input should", "must").replace("String should", "must")
+            )
+            # of a list, or of a value that may be one, the whole is shown
+            wrong.setdefault(".".join(str(part) for part in item["loc"][:2]), []).append(expected)
+    for key, expected in wrong.items():
+        either = " or ".join(dict.fromkeys([*expected, *(['the word "auto"'] if key == "plan" else [])]))
+        lines.append(f"{key} = {_shown(table, key.split('.'))}: {either}")
+    return lines
+
+
+def _shown(table: Any, path: list[str]) -> str:
+    """A value of a table, much as TOML writes it."""
+    for part in path:
+        table = table[part]
+    return (
+        json.dumps(table, default=str)
+        if isinstance(table, str | bool | int | float | list | dict)
+        else str(table)
+    )
 
 
 def keys() -> dict[str, list[str]]:

@@ -25,7 +25,7 @@ def load_object(spec: str) -> Any:
         3.141592653589793
     """
     module_name, colon, path = spec.rpartition(":")
-    if not colon or not module_name or not path:
+    if not colon or not module_name.strip(".") or module_name.startswith(".") or not all(path.split(".")):
         raise ValueError(f'{spec!r} is no import path; expected "package.module:name" or "file.py:name"')
     found: Any = _file(module_name) if module_name.endswith(".py") else _module(module_name)
     for name in path.split("."):
@@ -82,5 +82,9 @@ def _file(path: str) -> ModuleType:
         raise ValueError(f"{path!r} cannot be loaded as Python")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # half a module is none
+        raise
     return module

@@ -7,17 +7,21 @@ in another order.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+FAMILIES = ("llama",)
 
 
 class Section(BaseModel):
     """A table of the job file: frozen, typed strictly, no unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class Model(Section):
@@ -36,6 +40,25 @@ class Model(Section):
     norm_eps: float | None = Field(None, gt=0, description="epsilon of RMSNorm")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of your own build()")
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        own = ":" in self.family
+        if not own and self.family not in FAMILIES:
+            raise ValueError(
+                f"family = {self.family!r} is unknown; families: {', '.join(FAMILIES)}; a model of your own is "
+                '"package.module:build" or "file.py:build"'
+            )
+        dimensions = self.model_fields_set - {"family", "options"}
+        given = [
+            name for name in type(self).model_fields if name in dimensions and getattr(self, name) is not None
+        ]
+        if own and given:
+            raise ValueError(
+                f"{given[0]} = {getattr(self, given[0])!r} is for families of ours; give family = {self.family!r} what it "
+                "needs in [model.options]"
+            )
+        return self
+
 
 class Data(Section):
     """What the model reads."""
@@ -45,7 +68,7 @@ class Data(Section):
         description='"stdlib", files or folders of text, a prepared folder, "synthetic", "hf:<name>", '
         'or "package.module:dataset"',
     )
-    seq_len: int = Field(256, ge=1, description="tokens a sample (text) ")
+    seq_len: int = Field(256, ge=1, description="tokens a sample, for text")
     tokenizer: str = Field(
         "bpe", description='"bpe" (trained on the source), "bytes", or "hf:<path or name>"'
     )
@@ -91,16 +114,18 @@ class Train(Section):
 class Optimizer(Section):
     """The update rule and its schedule, in optimizer steps."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "sgd"] = Field("adamw", description="the update rule")
     lr: float = Field(3e-4, gt=0, description="peak learning rate")
-    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW's decay rates")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False, description="AdamW's decay rates")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(
         0.1, ge=0, description="decoupled decay (AdamW) or L2 (SGD), on parameters of two or more dims"
     )
     momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum")
     nesterov: bool = Field(False, description="SGD with Nesterov's momentum")
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "cosine", description="course of the learning rate after warm-up; wsd: constant, then a linear decay"
+    )
     warmup: int = Field(0, ge=0, description="steps of linear warm-up")
     decay: int = Field(0, ge=0, description="steps of the final decay, for wsd")
     min_lr: float = Field(0.1, ge=0, le=1, description="where the schedule ends, as a fraction of lr")
@@ -108,9 +133,6 @@ class Optimizer(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name, beta in zip(("betas[0]", "betas[1]"), self.betas, strict=True):
-            if not 0 <= beta < 1:
-                raise ValueError(f"{name} = {beta} must be at least 0 and below 1")
         if self.schedule == "wsd" and self.decay == 0:
             raise ValueError('schedule = "wsd" needs decay: the number of final steps over which lr falls')
         if self.nesterov and self.momentum == 0:

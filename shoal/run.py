@@ -22,13 +22,14 @@ class CheckpointPolicy(Section):
     """When checkpoints are written and how many stay."""
 
     every: int = Field(0, ge=0, description="optimizer steps between checkpoints; 0: only at the end")
+    last: bool = Field(True, description="also write one when the run ends")
     keep: int = Field(2, ge=1, description="newest complete checkpoints that are kept")
 
 
 class RunPolicy(Section):
     """Where a run lives and how it is started; none of it changes a number."""
 
-    dir: str = Field("runs/latest", description="the run directory")
+    dir: str = Field("runs/latest", min_length=1, description="the run directory")
     resume: bool = Field(
         True, description="go on from the newest complete checkpoint in the directory, if any"
     )
@@ -62,14 +63,14 @@ def append_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a .jsonl file; a last line cut short by a crash is left out."""
+    """Records of a .jsonl file; a line cut short by a crash is left out."""
     if not path.exists():
         return
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             yield json.loads(line)
         except json.JSONDecodeError:
-            return
+            continue
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ class World:
             for axis in names:
                 mesh.get_group(axis).set_timeout(self.deadline)  # else 30 minutes (Gloo), 10 (NCCL)
             self._meshes[degrees] = mesh
+            self._meeting.meet("mesh")  # as for "join": all groups are connected before anyone goes on
         return self._meshes[degrees]
 
     def barrier(self, what: str) -> None:
@@ -161,11 +162,14 @@ def world(
     _find_rank_0(shared, place, waits)
     local, local_size = _local_place(place, shared)
     chosen, backends, problem = _choose(device, backend, local, place)
-    meeting.meet("start", problem or _claim(shared, place, chosen, init_method))
+    if problem := problem or _claim(shared, place, chosen, init_method):
+        meeting.refuse(problem)
+    meeting.meet("start")
     if local_size is None:
         local_size = shared.add(_host_key(), 0)
     deadline = timedelta(seconds=deadline_s)
     _init_process_group(backends, shared, place, chosen, deadline)
+    meeting.meet("join")  # else a rank that leaves at once breaks the connections that others still make
     return World(place.rank, place.size, local, local_size, chosen, backends, deadline, meeting)
 
 

@@ -26,7 +26,7 @@ PRELOAD = [
     "shoal.world",
     "tests.ranks",
 ]
-SETTLE_S = 3.0  # how long the others may take to fail too, once one rank has failed
+SETTLE_S = 1.0  # how long the others may take to fail too, once one rank has failed
 
 
 class Answer(NamedTuple):
@@ -62,6 +62,7 @@ def run_ranks(
     call = pickle.dumps((fn, args))
     processes: list[ForkServerProcess] = []
     pipes: list[Connection] = []
+    answers: dict[int, Answer] = {}
     try:
         for rank in range(n):
             ours, theirs = context.Pipe(duplex=False)
@@ -72,9 +73,10 @@ def run_ranks(
             theirs.close()
             processes.append(process)
             pipes.append(ours)
-        return _values(_collect(processes, pipes, timeout), processes, timeout)
+        answers = _collect(processes, pipes, timeout)
+        return _values(answers, processes, timeout)
     finally:
-        _stop(processes)
+        _stop(processes, answered=len(answers) == n)
         for pipe in pipes:
             pipe.close()
         shutil.rmtree(folder, ignore_errors=True)
@@ -96,13 +98,11 @@ def _rank(
             with world(
                 init_method=store, device="cpu", deadline_s=timeout, rank=rank, size=size, local_rank=rank
             ) as here:
-                answer = Answer(fn(here, *args))
+                pipe.send_bytes(pickle.dumps(Answer(fn(here, *args))))
         else:
-            answer = Answer(fn(rank, size, Path(folder), *args))
-        message = pickle.dumps(answer)
+            pipe.send_bytes(pickle.dumps(Answer(fn(rank, size, Path(folder), *args))))
     except BaseException as error:
-        message = _pickle_error(error)
-    pipe.send_bytes(message)
+        pipe.send_bytes(_pickle_error(error))
     pipe.close()
 
 
@@ -160,11 +160,11 @@ def _exit_text(code: int | None) -> str:
     return f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
 
 
-def _stop(processes: Sequence[ForkServerProcess]) -> None:
-    """Give ranks that have answered a moment to leave, then kill what is left."""
+def _stop(processes: Sequence[ForkServerProcess], answered: bool) -> None:
+    """Give ranks a moment to leave if all have answered, then kill what is left."""
     deadline = time.monotonic() + 2
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
+        process.join(max(0.0, deadline - time.monotonic()) if answered else 0)
         if process.is_alive():
             process.kill()
         process.join()

@@ -28,6 +28,6 @@ def doctor(
             table.add_column(column, overflow="fold")
         marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]problem[/]"}
         for finding in findings:
-            table.add_row(marks[finding.state], finding.name, finding.value, finding.meaning)
+            table.add_row(marks[finding.verdict], finding.name, finding.value, finding.meaning)
         Console(highlight=False).print(table)
-    raise typer.Exit(1 if any(finding.state == "problem" for finding in findings) else 0)
+    raise typer.Exit(1 if any(finding.verdict == "problem" for finding in findings) else 0)

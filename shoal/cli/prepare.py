@@ -27,17 +27,18 @@ def prepare(
     Example: shoal prepare stdlib --out data/stdlib
     """
     from shoal.cli.show import data_progress, fail
+    from shoal.config import parse
     from shoal.data.prepare import prepare as make
-    from shoal.job import Data
 
+    table = {
+        "source": source[0] if len(source) == 1 else source,
+        "tokenizer": tokenizer,
+        "vocab": vocab,
+        "eval_fraction": eval_fraction,
+        "text_key": text_key,
+    }
     try:
-        data = Data(
-            source=source[0] if len(source) == 1 else source,
-            tokenizer=tokenizer,
-            vocab=vocab,
-            eval_fraction=eval_fraction,
-            text_key=text_key,
-        )
+        data = parse({"data": table}, where="prepare").data
         with data_progress(shown=not as_json) as progress:
             index = make(data, seed, out, workers=workers, progress=progress)
     except ValueError as error:

@@ -27,6 +27,8 @@ def sample(
     try:
         model = open_run(run)
         text = generate(model, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
-    except (ValueError, RuntimeError) as error:
+    except ValueError as error:
         raise fail(str(error)) from error
+    except RuntimeError as error:
+        raise fail(str(error), code=1) from error
     typer.echo(json.dumps({"step": model.step, "prompt": prompt, "text": text}) if as_json else prompt + text)

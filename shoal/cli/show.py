@@ -1,7 +1,8 @@
-"""What commands share: a progress bar for data, and the way a wrong use ends."""
+"""What commands share: a progress bar for data, where output goes, and the way a wrong use ends."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,22 @@ def fail(message: str, code: int = 2) -> typer.Exit:
     """Say what is wrong on stderr; raise what it returns."""
     print(f"shoal: {message}", file=sys.stderr)
     return typer.Exit(code)
+
+
+@contextmanager
+def stdout_on_stderr(*, active: bool) -> Iterator[None]:
+    """Let what this process and those it starts print go to stderr, so that stdout has room for one JSON document."""
+    if not active:
+        yield
+        return
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ def train(
 
     Example: shoal train examples/quickstart.toml train.steps=20
     """
-    from shoal.cli.show import data_progress
+    from shoal.cli.show import data_progress, fail, stdout_on_stderr
     from shoal.config import load
     from shoal.launch.local import launch
     from shoal.launch.ready import make_ready
@@ -26,7 +26,11 @@ def train(
     with data_progress(shown=not as_json) as progress:
         settings = make_ready(settings, progress=progress)
     assert settings.plan is not None
-    outcome = launch(settings, settings.plan.world_size)
+    try:
+        with stdout_on_stderr(active=as_json):
+            outcome = launch(settings, settings.plan.world_size)
+    except ValueError as error:
+        raise fail(str(error)) from error
     if as_json:
         typer.echo(
             json.dumps(
@@ -39,6 +43,8 @@ def train(
             )
         )
     elif outcome.state != "failed":
-        go_on = f"go on:   shoal train {settings.run.dir}" if outcome.state == "interrupted" else ""
-        typer.echo(go_on or f'try it:  shoal sample {settings.run.dir} "def "')
+        if outcome.state == "interrupted":
+            typer.echo(f"go on:   shoal train {settings.run.dir}")
+        elif settings.run.data and settings.checkpoint.last:
+            typer.echo(f'try it:  shoal sample {settings.run.dir} "def "')
     raise typer.Exit(1 if outcome.state == "failed" else 0)

@@ -112,9 +112,13 @@ def batches(
         DataError: a sample cannot be read, or nothing came for `deadline_s` seconds. Names step and samples.
 
     Example:
-        >>> for batch in batches(dataset, job, plan, world, start=100):  # doctest: +SKIP
+        >>> from types import SimpleNamespace
+        >>> job, world = Job(), SimpleNamespace(rank=0, size=1)  # global_batch = 32
+        >>> for batch in batches([10, 20, 30], job, Plan(micro_batch=16), world, stop=1):
         ...     for micro_batch in batch.micro_batches:
-        ...         loss = model(micro_batch.data["tokens"])
+        ...         micro_batch.first, len(micro_batch.data)
+        (0, 16)
+        (16, 16)
     """
     steps = range(start, job.train.steps if stop is None else stop)
     cut = cut_for(plan, world, job.train.global_batch)

@@ -78,7 +78,8 @@ def cut_for(plan: Plan, world: WorldLike, global_batch: int) -> Cut:
         ValueError: the plan is for another world size, or does not divide the global batch.
 
     Example:
-        >>> cut_for(Plan(replicate=2, micro_batch=2), World(rank=1, size=2), global_batch=8)  # doctest: +SKIP
+        >>> from types import SimpleNamespace
+        >>> cut_for(Plan(replicate=2, micro_batch=2), SimpleNamespace(rank=1, size=2), global_batch=8)
         Cut(global_batch=8, offset=4, count=2, size=2)
     """
     if world.size != plan.world_size or not 0 <= world.rank < world.size:

@@ -95,8 +95,8 @@ def prepare(
         TimeoutError: another process is still preparing the folder.
 
     Example:
-        >>> index = prepare(Data(source="notes", tokenizer="bytes"), 0, Path("tokens"))  # doctest: +SKIP
-        >>> index.vocab  # doctest: +SKIP
+        >>> data = Data(source="notes", tokenizer="bytes")
+        >>> prepare(data, 0, Path("cache") / prepared_key(data)).vocab
         257
     """
     key = prepared_key(data, seed)

@@ -155,7 +155,11 @@ def _tell(state: int, world: WorldLike, step: int, deadline_s: float) -> list[in
         time.sleep(pause)
         pause = min(2 * pause, POLL_S[1])
     if work is not None:
-        work.wait()
+        try:
+            work.wait()
+        except Exception as error:
+            error.add_note(f"at step {step}, while ranks told each other whether they have data")
+            raise
     return states.tolist()
 
 

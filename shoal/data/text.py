@@ -88,7 +88,9 @@ def documents(data: Data, skipped: Counter[str]) -> Iterator[str]:
 
 
 def text_files(source: str | list[str]) -> list[Path]:
-    """The files of a source, folders walked in sorted order; hidden names are left out.
+    """The files of a source, folders walked in sorted order.
+
+    Hidden names and prepared folders are left out.
 
     Raises:
         ValueError: a path that does not exist; names the nearest that does.
@@ -147,12 +149,17 @@ def _file_line(path: Path) -> str:
 
 def _walk(folder: Path, left_out: set[str]) -> Iterator[Path]:
     for path in sorted(folder.iterdir(), key=lambda path: path.name):
-        if path.name.startswith(".") or path.name in left_out:
+        if path.name.startswith(".") or path.name in left_out or _encloses(path, folder):
             continue
-        if path.is_dir():
+        if path.is_dir() and not is_prepared(path):
             yield from _walk(path, left_out)
         elif path.is_file():
             yield path
+
+
+def _encloses(path: Path, folder: Path) -> bool:
+    """Whether a path is a symbolic link to a folder that it is in."""
+    return path.is_symlink() and folder.resolve().is_relative_to(path.resolve())
 
 
 def _missing(path: Path) -> str:

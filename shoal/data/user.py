@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import random
-from collections.abc import Callable, Generator, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from shoal.data.cut import Portions
 from shoal.data.prefetch import DataError
 from shoal.imports import call_object, load_object
+
+DEATH_SETTLE_S = 0.2
 
 Collate = Callable[[list[Any]], Any]
 
@@ -34,7 +37,8 @@ def open_user_datasets(spec: str, options: dict[str, Any]) -> UserDatasets:
         ValueError: nothing there, options it does not take, or a result that is no dataset.
 
     Example:
-        >>> open_user_datasets("torch.utils.data:TensorDataset", {})  # doctest: +SKIP
+        >>> open_user_datasets("collections:UserList", {"initlist": [1, 2, 3]}).train
+        [1, 2, 3]
     """
     found = load_object(spec)
     if callable(found) and not is_dataset(found):
@@ -127,25 +131,52 @@ def map_loader(
     )
 
 
-def loaded(loader: DataLoader[Any], workers: int, deadline_s: float) -> Iterator[Any]:
+def loaded(loader: DataLoader[Any], workers: int, deadline_s: float) -> Generator[Any]:
     """What a loader yields. Errors say what was waited for; the trainer's random numbers stay as they are."""
     iterator = iter(loader)
     number = 0
-    while True:
-        try:
-            with random_state_kept():
-                found = next(iterator)
-        except StopIteration:
-            return
-        except DataError:
-            raise
-        except Exception as error:
-            raise DataError(
-                f"micro-batch {number} from data.workers = {workers} loader processes (deadline "
-                f"{deadline_s:.0f} s): {type(error).__name__}: {error}"
-            ) from error
-        yield found
-        number += 1
+    try:
+        while True:
+            try:
+                with random_state_kept():
+                    found = next(iterator)
+            except StopIteration:
+                return
+            except DataError:
+                raise
+            except Exception as found_error:
+                error = _root(found_error) if workers else found_error
+                raise DataError(
+                    f"micro-batch {number} from data.workers = {workers} loader processes (deadline "
+                    f"{deadline_s:.0f} s): {type(error).__name__}: {error}"
+                ) from error
+            yield found
+            number += 1
+    finally:
+        _end_processes(iterator)
+
+
+def _root(error: Exception) -> Exception:
+    """The death of a loader process, if that is what an error comes from.
+
+    A dead process is first seen as a closed connection; moments later torch's SIGCHLD handler raises the death
+    itself, wherever the main thread is. Here it is waited for, so that it is reported and not lost.
+    """
+    try:
+        time.sleep(DEATH_SETTLE_S)
+    except RuntimeError as death:
+        return death
+    return error
+
+
+def _end_processes(iterator: Any) -> None:
+    """End a loader's processes now, though the traceback of an error may hold the iterator for long.
+
+    Until then torch's SIGCHLD handler raises wherever the main thread is when one of them has died.
+    """
+    shut_down = getattr(iterator, "_shutdown_workers", None)  # the iterator's __del__, by torch's name for it
+    if shut_down is not None:
+        shut_down()
 
 
 def _is_map_style(thing: Any) -> bool:

@@ -27,9 +27,10 @@ class SplitWriter:
     """Appends documents to the shards of one split; a shard is closed after `shard_tokens` tokens.
 
     Example:
-        >>> writer = SplitWriter(folder, "train", "uint16", shard_tokens=1 << 27)  # doctest: +SKIP
-        >>> writer.add(np.array([5, 6, 256]))  # doctest: +SKIP
-        >>> split = writer.close()  # doctest: +SKIP
+        >>> writer = SplitWriter(Path("."), "train", "uint16", shard_tokens=1 << 27)
+        >>> writer.add(np.array([5, 6, 256]))
+        >>> writer.close().tokens
+        3
     """
 
     def __init__(self, folder: Path, split: str, dtype: str, shard_tokens: int) -> None:

@@ -53,6 +53,15 @@ class Meeting:
         if verdict:
             raise WorldError(verdict)
 
+    def refuse(self, problem: str) -> None:
+        """End the next meeting for all ranks before it begins: this rank cannot come to it.
+
+        Raises:
+            WorldError: always, here and on every rank that waits in that meeting.
+        """
+        self.store.set(f"{self._next('meet')}/verdict", problem)
+        raise WorldError(problem)
+
     def agree(self, name: str, text: str) -> None:
         """Return when every rank has the same `text`.
 

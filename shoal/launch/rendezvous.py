@@ -11,9 +11,13 @@ import ipaddress
 import os
 import socket
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -111,10 +115,12 @@ def connect(address: str, port: int, rank: int, waits: Waits) -> dist.Store:
         WorldError: within `waits.first_s`, saying whether the host, the port or what answers there is wrong.
     """
     find_listener(address, port, rank, waits.first_s)
+    limit = timedelta(seconds=waits.first_s)
     try:
-        limit = timedelta(seconds=waits.first_s)
-        store = dist.TCPStore(address, port, None, False, limit, wait_for_workers=False)
-    except dist.DistError as error:
+        store = _within(
+            waits.first_s, lambda: dist.TCPStore(address, port, None, False, limit, wait_for_workers=False)
+        )
+    except (dist.DistError, TimeoutError) as error:
         raise WorldError(
             f"rank {rank}: something listens on {address}:{port}, but it is not rank 0's store ({error}); "
             "set "
@@ -122,6 +128,23 @@ def connect(address: str, port: int, rank: int, waits: Waits) -> dist.Store:
         ) from error
     store.set_timeout(timedelta(seconds=waits.deadline_s))
     return store
+
+
+def _within(limit_s: float, make: Callable[[], dist.Store]) -> dist.Store:
+    """What `make` returns or raises; a listener that accepts and stays silent would hold TCPStore for ever."""
+    made: Future[dist.Store] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    try:
+        return made.result(limit_s)
+    except FutureTimeoutError:
+        raise TimeoutError(f"it was silent for {limit_s:g} s") from None
 
 
 def find_listener(address: str, port: int, rank: int, limit_s: float) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shoal.checkpoint.folder import list_checkpoints
 from shoal.checkpoint.store import load, model_state, newest, save
 from shoal.config import Settings
 from shoal.data.batches import batches, eval_batches, open_dataset
@@ -69,7 +70,8 @@ def train(settings: Settings, world: World, status: RankStatus, stop: StopFlag) 
         done, stopped = train_steps(training, done, stop)
         if not stopped:
             _evaluate(training, done)
-        _save(training, done)
+        if stopped or settings.checkpoint.last:
+            _save(training, done)
         conclude(training, done, stopped)
     training.metrics.close()
     status.finish(done)
@@ -328,4 +330,5 @@ def conclude(training: Training, done: int, stopped: bool) -> None:
     memory = " ".join(f"{gib:.2f}" for gib in held.tolist())
     say(f"{'stopped' if stopped else 'done'}     after step {done} of {training.settings.train.steps}")
     say(f"memory   {memory} GiB by rank")
-    say(f"saved    {run.checkpoints}/step-{done:08d}")
+    if newest_here := list_checkpoints(run.checkpoints)[0]:
+        say(f"saved    {newest_here[-1].path}")

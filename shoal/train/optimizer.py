@@ -66,8 +66,12 @@ class LocalOptimizer:
         """
         for group in self.torch.param_groups:
             group["lr"] = lr
-        self.torch.grad_scale = divide_by  # pyrefly: ignore[missing-attribute]
-        self.torch.found_inf = skip  # pyrefly: ignore[missing-attribute]
+        if divide_by.dtype == torch.float64:  # fused kernels read the scale as fp32, which would round it
+            for part in self._locals.values():
+                part.grad = part.grad / divide_by if part.grad is not None else None
+            divide_by = torch.ones_like(divide_by)
+        self.torch.grad_scale = divide_by.float()  # pyrefly: ignore[missing-attribute]
+        self.torch.found_inf = skip.float()  # pyrefly: ignore[missing-attribute]
         self.torch.step()
         for part in self._locals.values():
             part.grad = None

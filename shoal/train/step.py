@@ -51,17 +51,25 @@ class Numbers(NamedTuple):
 
 
 class StepResult:
-    """Numbers that are still on the device; reading one waits for the step to finish."""
+    """Numbers that may still be on their way from the device; reading one waits for the step, and for nothing after it."""
 
     def __init__(self, step: int, lr: float, values: Tensor) -> None:
         self.step = step
         self.lr = lr
-        self._values = values
         self._numbers: Numbers | None = None
+        self._values, self._arrived = values, None
+        if values.is_cuda:
+            # copied now, since a copy that is asked for later waits for all that was launched in between
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
 
     @property
     def numbers(self) -> Numbers:
         if self._numbers is None:
+            if self._arrived is not None:
+                self._arrived.synchronize()
             loss, norm, weight, skipped, stop = self._values.tolist()
             self._numbers = Numbers(loss, norm, weight, skipped > 0, stop > 0)
         return self._numbers
@@ -182,8 +190,8 @@ class Step:
         scale = self._loss_scale.value if self._loss_scale is not None else 1.0
         divisor = (weight * (self._factor * scale / self._averaged)).clamp(min=torch.finfo(weight.dtype).tiny)
         norm = squares.sqrt() / divisor
-        skip = (~(norm.isfinite() & (weight > 0))).to(torch.float32)
-        self.optimizer.step(lr, (divisor / self._clip(norm)).float(), skip)
+        skip = ~(norm.isfinite() & (weight > 0))
+        self.optimizer.step(lr, divisor / self._clip(norm), skip)
         if self._loss_scale is not None:
             self._loss_scale.update(~norm.isfinite())
         return torch.stack((loss / weight, norm, weight, skip.to(norm.dtype), stopping))

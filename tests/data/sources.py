@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from shoal.data.batches import StepBatch
@@ -105,6 +106,16 @@ class Stuck(Numbers):
         return index
 
 
+class Dying(Numbers):
+    """Its process ends at sample 5, as one that runs out of memory does."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            time.sleep(0.3)  # until what it made before has been taken
+            os._exit(9)
+        return index
+
+
 class Stream(IterableDataset[int]):
     """0, 1, ..., n - 1; deals them out to loader processes if it sees any, as some libraries do."""
 
@@ -135,13 +146,12 @@ class BrokenStream(Stream):
 class OwnPart(IterableDataset[torch.Tensor]):
     """Each rank's own stream: lengths[rank] samples (features (2,), number)."""
 
-    def __init__(self, lengths: tuple[int, ...]) -> None:
-        self.lengths = lengths
+    def __init__(self, lengths: tuple[int, ...], rank: int = 0) -> None:
+        self.lengths, self.rank = lengths, rank
 
     def __iter__(self) -> Iterator[Any]:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        for number in range(self.lengths[rank]):
-            sample = sum(self.lengths[:rank]) + number
+        for number in range(self.lengths[self.rank]):
+            sample = sum(self.lengths[: self.rank]) + number
             yield torch.tensor([1.0, float(sample)]), sample
 
 

@@ -17,7 +17,18 @@ from shoal.data.prepare import prepare
 from shoal.data.tokens import NO_LABEL, TokenDataset
 from shoal.job import Data, Job, Train
 from shoal.plan import Plan
-from tests.data.sources import Augmented, Broken, Numbers, Pairs, Place, Stream, Stuck, ids, write_tokens
+from tests.data.sources import (
+    Augmented,
+    Broken,
+    Dying,
+    Numbers,
+    Pairs,
+    Place,
+    Stream,
+    Stuck,
+    ids,
+    write_tokens,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 WORLDS = {
@@ -132,6 +143,12 @@ def test_a_stuck_loader_process_is_reported_after_the_deadline() -> None:
         list(steps)
 
 
+def test_a_loader_process_that_dies_is_reported() -> None:
+    steps = batches(Dying(8), job(1, shuffle=False), WORLDS[1], Place(0, 1))
+    with pytest.raises(DataError, match=r"step 1: micro-batch 2 from data.workers = 1 .*exited unexpectedly"):
+        list(steps)
+
+
 def test_what_is_no_dataset_or_empty_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="int is no dataset"):
         batches(5, job(), WORLDS[1], Place(0, 1))
@@ -195,9 +212,9 @@ def test_text_keeps_its_shape_and_fillers_have_no_labels(tmp_path: Path) -> None
 def test_a_window_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_documents(tmp_path)
     dataset = TokenDataset(tmp_path, "train", 8)
-    monkeypatch.setattr(TokenDataset, "fetch", lambda self, index: 1 / 0)
+    monkeypatch.setattr(TokenDataset, "fetch", lambda self, index: index[99])
     steps = batches(dataset, job(shuffle=False), WORLDS[1], Place(0, 1))
-    with pytest.raises(DataError, match="step 0: reading samples 0, 1 failed: ZeroDivisionError"):
+    with pytest.raises(DataError, match="step 0: reading samples 0, 1 failed: IndexError"):
         next(steps)
 
 

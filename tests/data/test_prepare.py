@@ -146,7 +146,7 @@ def test_a_tokenizer_of_much_text_is_trained_on_a_part_of_it(
 
 
 def test_progress_tells_the_stages_and_ends_complete(texts: Path, tmp_path: Path) -> None:
-    calls: list[tuple[str, int, int | None]] = []
+    calls: list[tuple[object, ...]] = []
     prepare(
         Data(source=str(texts), vocab=300), 0, tmp_path / "out", progress=lambda *call: calls.append(call)
     )

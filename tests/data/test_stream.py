@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
 from typing import Any
 
 import pytest
@@ -83,14 +85,14 @@ def train_on_own_part(
     world: Any, lengths: tuple[int, ...], workers: int
 ) -> tuple[int, list[int], list[float]]:
     """Steps, samples that counted, and weights after gradient descent on the mean loss over the global batch."""
+    multiprocessing.set_start_method("fork", force=True)  # a new fork server would import torch again
     ranks = len(lengths)
+    dataset = OwnPart(lengths, world.rank)
     settings = job(ranks, workers, sharded=True)
     weights = torch.tensor([0.5, -0.25], dtype=torch.float64)
     counted: list[int] = []
     steps = 0
-    for batch in batches(
-        OwnPart(lengths), settings, Plan(replicate=ranks, micro_batch=1), world, deadline_s=30
-    ):
+    for batch in batches(dataset, settings, Plan(replicate=ranks, micro_batch=1), world, deadline_s=30):
         steps += 1
         total = torch.zeros(3, dtype=torch.float64)
         for micro in batch.micro_batches:
@@ -127,12 +129,15 @@ def test_ranks_with_parts_of_any_length_end_together_and_train_on_all_of_them(
 
 def evaluate_own_part(world: Any) -> int:
     settings = job(4, sharded=True, eval_samples=5)
-    steps = eval_batches(OwnPart((9, 1)), settings, Plan(shard=2, micro_batch=1), world, deadline_s=30)
+    steps = eval_batches(
+        OwnPart((9, 1), world.rank), settings, Plan(shard=2, micro_batch=1), world, deadline_s=30
+    )
     return sum(micro.samples for batch in steps for micro in batch.micro_batches)
 
 
 def wait_in_vain(world: Any) -> str:
     if world.rank == 1:
+        time.sleep(2)
         return "stayed away"
     cut = cut_for(Plan(shard=2), world, 4)
     with pytest.raises(DataError) as raised:

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from shoal.job import Data
 from tests.data.sources import write_tokens
 
 
-def read(path: Path | str, **settings: str) -> tuple[list[str], dict[str, int]]:
+def read(path: Path | str, **settings: Any) -> tuple[list[str], dict[str, int]]:
     skipped: Counter[str] = Counter()
     found = list(documents(Data(source=str(path), **settings), skipped))
     return found, dict(skipped)
@@ -43,6 +44,13 @@ def test_folders_are_read_in_sorted_order_without_hidden_files(tmp_path: Path) -
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     assert read(tmp_path) == (["a.txt", "b.md", "c/x.py"], {})
+
+
+def test_a_walk_leaves_out_prepared_folders_and_ends_in_spite_of_loops(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "cache" / "tokens", [[1, 256]])
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "cache" / "loop").symlink_to(tmp_path)
+    assert text_files(str(tmp_path)) == [tmp_path / "a.txt"]
 
 
 def test_a_file_named_twice_is_read_once(tmp_path: Path) -> None:

@@ -87,7 +87,13 @@ def test_a_script_of_sbatch_without_srun_is_a_world_of_one() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("gpu7", "gpu7"), ("a,b", "a"), ("gpu[007-010,12],cpu1", "gpu007"), ("r[1-2]n[3-4]", "r1n3"), ("n[5]-ib", "n5-ib")],
+    [
+        ("gpu7", "gpu7"),
+        ("a,b", "a"),
+        ("gpu[007-010,12],cpu1", "gpu007"),
+        ("r[1-2]n[3-4]", "r1n3"),
+        ("n[5]-ib", "n5-ib"),
+    ],
 )
 def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
@@ -107,7 +113,13 @@ def test_open_mpi() -> None:
 
 
 def test_mpich_and_intel_mpi() -> None:
-    env = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_PORT": "n0:1"}
+    env = {
+        "PMI_RANK": "1",
+        "PMI_SIZE": "2",
+        "MPI_LOCALRANKID": "1",
+        "MPI_LOCALNRANKS": "2",
+        "PMI_PORT": "n0:1",
+    }
     assert detect(env)[1:6] == (1, 2, 1, 2, "127.0.0.1")
 
 

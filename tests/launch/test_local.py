@@ -194,7 +194,7 @@ def test_torchrun_ranks_say_who_failed_and_whose_victims_they_are(tmp_path: Path
         capture_output=True,
         text=True,
         timeout=100,
-        env={**os.environ, "JOB": job, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "JOB": job, "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 1
     own = CAUSES["raise"].format("step")

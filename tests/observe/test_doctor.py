@@ -16,13 +16,17 @@ def test_an_examination_is_quick_and_has_no_look_that_fails() -> None:
     findings = {finding.name: finding for finding in examine()}
     assert time.monotonic() - begin < 30  # 4 s on an idle machine
     assert findings["two live ranks"].verdict == "ok", findings["two live ranks"]
-    assert {"python", "torch", "gloo", "nccl", "cpu cores", "loopback", "host name", "open files"} <= set(findings)
+    assert {"python", "torch", "gloo", "nccl", "cpu cores", "loopback", "host name", "open files"} <= set(
+        findings
+    )
     assert not any(finding.meaning == "this could not be examined" for finding in findings.values())
     assert all(finding.meaning for finding in findings.values() if finding.verdict != "ok")
 
 
 def test_leftovers_of_debugging_are_found() -> None:
-    found = list(leftovers({"NCCL_P2P_DISABLE": "1", "TORCH_DISTRIBUTED_DEBUG": "detail", "NCCL_NVLS_ENABLE": "1"}))
+    found = list(
+        leftovers({"NCCL_P2P_DISABLE": "1", "TORCH_DISTRIBUTED_DEBUG": "detail", "NCCL_NVLS_ENABLE": "1"})
+    )
     assert [finding.name for finding in found] == ["NCCL_P2P_DISABLE", "TORCH_DISTRIBUTED_DEBUG"]
     assert [finding.value for finding in leftovers({})] == ["none set"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,13 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     status.enter("eval", step=7)
     found = read_status(tmp_path / "3.status")
     assert found is not None
-    assert (found.rank, found.pid, found.step, found.phase, found.state) == (3, os.getpid(), 7, "eval", "running")
+    assert (found.rank, found.pid, found.step, found.phase, found.state) == (
+        3,
+        os.getpid(),
+        7,
+        "eval",
+        "running",
+    )
     status.finish(8)
     assert status.read().describe() == "finished after step 8"
 
@@ -43,6 +50,7 @@ def test_a_reader_never_sees_half_a_status(tmp_path: Path) -> None:
         while not done.is_set():
             step += 1
             status.enter(f"phase {step}", step)
+            time.sleep(1e-5)
 
     writer = threading.Thread(target=write)
     writer.start()

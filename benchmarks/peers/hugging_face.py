@@ -1,0 +1,51 @@
+"""Hugging Face's Llama at a setting's dimensions, with random weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.peers.measure import Peer
+
+
+def build(peer: Peer) -> Any:
+    """LlamaForCausalLM in fp32 on the device, equal on every rank; SDPA attention."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # pyrefly: ignore[missing-import]
+
+    dims = peer.setting.dims
+    config = LlamaConfig(
+        hidden_size=dims.dim,
+        num_hidden_layers=dims.layers,
+        num_attention_heads=dims.heads,
+        num_key_value_heads=dims.kv_heads,
+        intermediate_size=dims.ffn,
+        vocab_size=dims.vocab,
+        tie_word_embeddings=dims.tied,
+        rms_norm_eps=dims.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": dims.rope_theta},
+        max_position_embeddings=peer.setting.job.data.seq_len,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    with peer.device:
+        model = LlamaForCausalLM(config)
+    _initialise(model, peer.device)
+    return model.train()
+
+
+@torch.no_grad()
+def _initialise(model: nn.Module, device: torch.device) -> None:
+    generator = torch.Generator(device).manual_seed(0)
+    for parameter in model.parameters():  # a tied weight comes once
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, 0.02, generator=generator)
+        else:
+            parameter.fill_(1.0)
+
+
+def loss_of(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Mean loss of labels that are shifted already."""
+    return model(input_ids=tokens, labels=labels, shift_labels=labels).loss

@@ -1,0 +1,1 @@
+"""Models: ours as plain single-device code, and the way to a user's own."""

@@ -1,0 +1,1 @@
+"""Plans: which one to take when none is said."""

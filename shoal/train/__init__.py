@@ -1,0 +1,1 @@
+"""Training: the step, the loop around it, and what they are made of."""

@@ -1,0 +1,105 @@
+"""Every plan trains as one process does: equal initial weights, losses, gradient norms and final weights."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+from shoal.job import Optimizer, Precision
+from shoal.plan import Plan
+from tests.ranks import run_ranks
+from tests.train.toy import BATCH, Record, run_by_hand, run_plan
+
+# fp64 sums in another order differ by about 1e-15 relative a sum; AdamW divides small numbers by small numbers, and 20
+# steps compound. fp32 has 2^29 times less room.
+TOLERANCES = {"fp64": 1e-10, "fp32": 1e-5}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+
+
+def plans(ranks: int) -> dict[str, Plan]:
+    if ranks == 1:
+        return {"one device": Plan()}
+    found = {"replicate": Plan(replicate=ranks)} | {
+        f"zero{stage}": Plan.model_validate({"shard": ranks, "zero": stage}) for stage in (1, 2, 3)
+    }
+    if ranks == 4:
+        found |= {
+            f"hybrid zero{stage}": Plan.model_validate({"replicate": 2, "shard": 2, "zero": stage})
+            for stage in (1, 2, 3)
+        }
+    return found
+
+
+MATRIX = [
+    pytest.param(
+        ranks,
+        plan.model_copy(update={"micro_batch": BATCH // ranks // accumulation}),
+        id=f"{ranks}-{name}-{accumulation}",
+    )
+    for ranks in (1, 2, 4)
+    for name, plan in plans(ranks).items()
+    for accumulation in (1, 4)
+]
+
+
+@lru_cache
+def by_hand(precision: str) -> Record:
+    return run_by_hand(DTYPES[precision])
+
+
+def assert_same(record: Record, reference: Record, tolerance: float) -> None:
+    assert record.initial_hash == reference.initial_hash
+    assert record.losses == pytest.approx(reference.losses, rel=tolerance)
+    assert record.norms == pytest.approx(
+        reference.norms, rel=tolerance * 10
+    )  # a norm sums squares of 3,500 gradients
+    for name, weight in reference.weights.items():
+        torch.testing.assert_close(
+            record.weights[name], weight, rtol=0, atol=tolerance * float(weight.abs().max()), msg=name
+        )
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+@pytest.mark.parametrize(("ranks", "plan"), MATRIX)
+def test_a_plan_trains_as_one_process_does(ranks: int, plan: Plan, precision: Precision) -> None:
+    for record in run_ranks(ranks, run_plan, plan, precision):
+        assert_same(record, by_hand(precision), TOLERANCES[precision])
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        Optimizer(
+            name="sgd", lr=0.5, momentum=0.9, nesterov=True, weight_decay=0.01, schedule="linear", clip=0.0
+        ),
+        Optimizer(name="sgd", lr=0.5, momentum=0.0, weight_decay=0.0, schedule="constant", clip=0.2),
+        Optimizer(name="adamw", lr=1e-2, schedule="wsd", decay=5, clip=0.0),
+    ],
+    ids=["nesterov", "plain sgd", "wsd without clipping"],
+)
+def test_every_optimizer_is_torchs_own(optimizer: Optimizer) -> None:
+    plan = Plan(shard=2, zero=2, micro_batch=4)
+    reference = run_by_hand(torch.float64, optimizer)
+    for record in run_ranks(2, run_plan, plan, "fp64", optimizer):
+        assert_same(record, reference, 1e-10)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(replicate=2), Plan(shard=2, zero=1), Plan(shard=2, zero=3)],
+    ids=["replicate", "zero1", "zero3"],
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_is_the_jobs_and_not_the_plans(plan: Plan, precision: Precision) -> None:
+    # Both compute in the same low type from the same fp32 masters; only sums over ranks and micro-batches are ordered
+    # otherwise. One rounding in bf16 is 2^-9 and in fp16 2^-12, of terms that average out over 16 samples.
+    tolerance = {"bf16": 2**-9, "fp16": 2**-11}[precision]
+    alone = run_ranks(1, run_plan, Plan(), precision)[0]
+    spread = run_ranks(2, run_plan, plan, precision)[0]
+    assert spread.initial_hash == alone.initial_hash
+    assert spread.losses == pytest.approx(alone.losses, rel=tolerance)
+    exact = by_hand("fp32").losses
+    assert alone.losses == pytest.approx(exact, rel=2e-2)
+    assert alone.losses != exact
