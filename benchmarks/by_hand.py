@@ -53,11 +53,12 @@ def _replicated(model: Llama) -> nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def _sharded(model: Llama, plan: Plan, world: World) -> nn.Module:
+def _sharded(model: Llama, plan: Plan, world: World) -> Llama:
     mesh = world.mesh(plan)["shard"]
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    return model
 
 
 def _groups(model: nn.Module, optimizer: Optimizer) -> list[dict]:

@@ -95,7 +95,7 @@ def sampled(path: Path) -> Generator[None]:
         yield
         return
     query = f"--query-gpu={','.join(FIELDS)}"
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits", f"-lms={EVERY_MS}"]
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits", f"--loop-ms={EVERY_MS}"]
     with path.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL)
         try:

@@ -1,6 +1,6 @@
 """What the product's `Step` costs above the same step written by hand, on two CPU ranks.
 
-    python benchmarks/overhead.py [--preset 1m] [--pairs 40] [--paired] [--out benchmarks/results/overhead.json]
+    python benchmarks/overhead.py [--preset 1m] [--pairs 200] [--paired] [--out benchmarks/results/overhead.json]
 
 Both train the same model from the same weights on the same tokens in the same two processes, some steps of one and some of
 the other in turn, so that the machine's noise meets both. The goal is at most 3%.
@@ -37,11 +37,12 @@ from shoal.plan import Plan
 from shoal.run import write_whole
 from shoal.train.objective import NextToken
 from shoal.train.step import Step
-from shoal.world import World, world
+from shoal.world import World, join_world
 
 RANKS = 2
 PLANS = {"replicate": Plan(replicate=RANKS), "zero3": Plan(shard=RANKS, zero=3)}
 GOAL = 0.03
+WARMUP = 5  # pairs that are not counted
 VOCAB = 512
 TAKE = Callable[[StepBatch], float]
 
@@ -88,9 +89,9 @@ def read_options(words: list[str] | None) -> Options:
     )
     parser.add_argument("--preset", default="1m", help="dimensions of the model")
     parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=8, help="samples a step, over both ranks")
-    parser.add_argument("--pairs", type=int, default=40, help="pairs of blocks")
-    parser.add_argument("--steps", type=int, default=5, help="steps a block")
+    parser.add_argument("--batch", type=int, default=4, help="samples a step, over both ranks")
+    parser.add_argument("--pairs", type=int, default=200, help="pairs of blocks")
+    parser.add_argument("--steps", type=int, default=1, help="steps a block")
     parser.add_argument(
         "--paired", action="store_true", help="show the 95%% interval of the paired differences"
     )
@@ -108,7 +109,7 @@ def run_plan(name: str, options: Options) -> Timed:
 
 def _rank(rank: int, folder: str, name: str, options: Options) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
-    with world(
+    with join_world(
         init_method=f"file://{folder}/store", device="cpu", rank=rank, size=RANKS, local_rank=rank
     ) as here:
         timed = measure(PLANS[name], here, options)
@@ -121,20 +122,20 @@ def measure(plan: Plan, here: World, options: Options) -> Timed:
     job = Job(
         model=Model(preset=options.preset),
         data=Data(source="synthetic", vocab=VOCAB, seq_len=options.seq_len, eval_fraction=0.0),
-        train=Train(steps=(options.pairs + 1) * options.steps, global_batch=options.batch),
+        train=Train(steps=(options.pairs + WARMUP) * options.steps, global_batch=options.batch),
         optimizer=Optimizer(lr=1e-3, schedule="constant"),
     )
     product, by_hand = steps_of(job, plan, here)
     data = list(batches(open_dataset(job.data, 0, None).train, job, plan, here))
     times: tuple[list[list[float]], list[list[float]]] = ([], [])
     difference = 0.0
-    for pair in range(options.pairs + 1):
+    for pair in range(options.pairs + WARMUP):
         block = data[pair * options.steps : (pair + 1) * options.steps]
         losses: dict[int, list[float]] = {}
         for way in (0, 1) if pair % 2 else (1, 0):
             here.barrier(f"pair {pair}, way {way}")
             seconds, losses[way] = take((product, by_hand)[way], block)
-            if pair:  # the first pair is warm-up
+            if pair >= WARMUP:
                 times[way].append(seconds)
         difference = max(difference, *(abs(a - b) for a, b in zip(losses[0], losses[1], strict=True)))
     return Timed(*times, difference)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +15,6 @@ from benchmarks.setting import Setting
 from shoal.run import Run, read_json_lines
 
 GIB = 1024**3
-CHECKPOINT_BYTES_PER_PARAMETER = 12  # weights and AdamW's two moments, fp32
 
 
 class Measured(NamedTuple):
@@ -99,14 +96,6 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
-
-
-def roomy_folder(setting: Setting) -> Path:
-    """A new folder with room for the run's last checkpoint: in memory if there is room twice, else on disk."""
-    needed = 2 * setting.parameters * CHECKPOINT_BYTES_PER_PARAMETER
-    memory = Path("/dev/shm")
-    in_memory = memory.is_dir() and shutil.disk_usage(memory).free > needed
-    return Path(tempfile.mkdtemp(prefix="step_1b-", dir=memory if in_memory else None))
 
 
 def read_run(folder: Path, setting: Setting) -> Measured | None:

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import machine
 from benchmarks.processes import Ended, first_error, last_words, run_limited
-from benchmarks.rows import Row, command_of, figures, obstacle, read_peer, read_run, roomy_folder, rows
+from benchmarks.rows import Row, command_of, figures, obstacle, read_peer, read_run, rows
 from benchmarks.setting import JOBS, ROOT, Setting, read_setting
 from benchmarks.table import headline, rows_table
 from shoal.run import write_whole
@@ -30,10 +31,11 @@ JOB_FILES = {"1b": JOBS / "llama_1b.toml", "tiny": JOBS / "tiny.toml"}
 CPU_RANKS = 2
 LEAST_S = 20.0  # a row with less time left is not begun
 ABOUT = (
-    "Median step over the steps after the warm-up. Every row reads the same tokens at the same rate with the same optimizer; "
-    "weights are random and differ between engines, so first losses are near ln(vocabulary) and not equal. MFU counts full "
-    "attention. Allocated and reserved: the allocator's peak, the most over the ranks (on a CPU: resident memory); in use: nvidia-smi's, the most over "
-    "the GPUs. Clock and power: median over GPUs while the counted steps ran."
+    "Median step over the steps after the warm-up. Every row reads the same tokens at the same rate with the same "
+    "optimizer; weights are drawn from the same distribution but differ between engines, so first losses are near "
+    "ln(vocabulary) and not equal. MFU counts full attention. Allocated and reserved: the allocator's peak, the most over "
+    "the ranks (on a CPU: resident memory); in use: nvidia-smi's, the most over the GPUs. Clock and power: median over "
+    "GPUs while the counted steps ran."
 )
 
 
@@ -56,6 +58,8 @@ class Bench(NamedTuple):
     flops_per_token: float
     env: dict[str, str]
     out: Path
+    limit_s: float
+    """what a row may take while there is time for it"""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -96,20 +100,22 @@ def prepare(options: Options) -> Bench:
     from shoal.train.flops import llama_flops_per_token
 
     (options.out / "logs").mkdir(parents=True, exist_ok=True)
-    env = environment(options.out)
+    env = environment()
     here = machine.ask(env, ROOT)
     ranks = here["devices"] or CPU_RANKS
     env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     setting = read_setting(JOB_FILES[options.size], ranks, options.steps)
-    return Bench(
-        setting, here, llama_flops_per_token(setting.dims, setting.job.data.seq_len), env, options.out
-    )
+    flops = llama_flops_per_token(setting.dims, setting.job.data.seq_len)
+    return Bench(setting, here, flops, env, options.out, options.limit_s)
 
 
-def environment(out: Path) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """The caller's variables, this repository on the import path, and one cache of compiled kernels for all rows."""
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
-    defaults = {"TORCHINDUCTOR_CACHE_DIR": str(out / "inductor"), "HF_HUB_OFFLINE": "1"}
+    defaults = {
+        "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "benchmarks-inductor"),
+        "HF_HUB_OFFLINE": "1",
+    }
     return {**defaults, **os.environ, "PYTHONPATH": path}
 
 
@@ -130,9 +136,9 @@ def run_row(row: Row, bench: Bench, limit_s: float) -> dict[str, Any]:
     record: dict[str, Any] = {"name": row.name, "setting": row.setting}
     if problem := obstacle(row, on_gpu=bench.machine["devices"] > 0):
         return {**record, "error": problem}
-    if limit_s < LEAST_S:
+    if limit_s < min(LEAST_S, bench.limit_s):
         return {**record, "error": "not run: the time for all rows was over"}
-    run_dir = roomy_folder(bench.setting)
+    run_dir = Path(tempfile.mkdtemp(prefix="step_1b-"))
     samples = bench.out / "logs" / f"{row.name}.gpus.csv"
     command = command_of(row, bench.setting, run_dir)
     try:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shoal.train.objective import Loss, NextToken, Objective, Supervised
     from shoal.train.optimizer import SGD, AdamW
     from shoal.train.step import Step
-    from shoal.world import World, world
+    from shoal.world import World, join_world
 
 # Names are imported when they are used: `import shoal` takes no time and touches no device.
 _HOMES = {
@@ -45,7 +45,7 @@ _HOMES = {
     "SGD": "shoal.train.optimizer",
     "Step": "shoal.train.step",
     "World": "shoal.world",
-    "world": "shoal.world",
+    "join_world": "shoal.world",
 }
 
 __all__ = [
@@ -67,11 +67,11 @@ __all__ = [
     "batches",
     "eval_batches",
     "evaluate",
+    "join_world",
     "load",
     "open_dataset",
     "parallelize",
     "weights_hash",
-    "world",
 ]
 
 

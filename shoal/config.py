@@ -218,9 +218,9 @@ def _nearest_key(loc: tuple[Any, ...]) -> str:
 
 
 def _nearest_file(path: Path) -> str:
-    beside = [str(other) for other in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(str(path), beside, 1, 0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    beside = [other.name for other in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, 1, 0.5)
+    return f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
 
 
 def json_schema() -> dict[str, Any]:

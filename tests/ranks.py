@@ -87,7 +87,7 @@ def _rank(
 ) -> None:
     import torch
 
-    from shoal.world import world
+    from shoal.world import join_world
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(threads)
@@ -95,7 +95,7 @@ def _rank(
         fn, args = pickle.loads(call)
         if join:
             store = f"file://{folder}/store"
-            with world(
+            with join_world(
                 init_method=store, device="cpu", deadline_s=timeout, rank=rank, size=size, local_rank=rank
             ) as here:
                 pipe.send_bytes(pickle.dumps(Answer(fn(here, *args))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -32,16 +33,19 @@ def build(peer: Peer) -> Any:
     torch.manual_seed(0)
     with peer.device:
         model = LlamaForCausalLM(config)
-    _initialise(model, peer.device)
+    _initialise(model, peer)
     return model.train()
 
 
 @torch.no_grad()
-def _initialise(model: nn.Module, device: torch.device) -> None:
-    generator = torch.Generator(device).manual_seed(0)
-    for parameter in model.parameters():  # a tied weight comes once
+def _initialise(model: nn.Module, peer: Peer) -> None:
+    """The distribution of the product's Llama: projections onto the residual stream start smaller."""
+    generator = torch.Generator(peer.device).manual_seed(0)
+    residual_std = 0.02 / math.sqrt(2 * peer.setting.dims.layers)
+    for name, parameter in model.named_parameters():  # a tied weight comes once
         if parameter.dim() > 1:
-            parameter.normal_(0.0, 0.02, generator=generator)
+            is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            parameter.normal_(0.0, residual_std if is_residual else 0.02, generator=generator)
         else:
             parameter.fill_(1.0)
 

@@ -64,7 +64,7 @@ def shard(model: Llama, peer: Peer) -> None:
     blocks: list[FSDPModule] = []
     for block in model.blocks:
         if peer.device.type == "cuda":
-            block.compile()
+            block.forward = torch.compile(block.forward)
         # the rotary table stays fp32
         blocks.append(fully_shard(block, mp_policy=MixedPrecisionPolicy(**types, cast_forward_inputs=False)))
     fully_shard(model, mp_policy=MixedPrecisionPolicy(**types), reshard_after_forward=False)

@@ -46,26 +46,36 @@ def save(
     Raises:
         CheckpointError: on every rank, when any could not write. Earlier checkpoints are untouched.
     """
-    aside = Path(world.broadcast_text(str(start(folder, step)) if world.is_main else None))
+    aside = _start(folder, step, world)
     problem = ""
     try:
-        dcp.save(
-            state,
-            storage_writer=dcp.FileSystemWriter(aside, single_file_per_rank=True),
-            no_dist=world.size == 1,
-        )
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(aside, single_file_per_rank=True))
     except CheckpointException as error:  # derives from BaseException
-        problem = f"checkpoint {aside} could not be written: {_cause(error)}"
+        problem = _cause(error)
     except OSError as error:
-        problem = f"checkpoint {aside} could not be written: {error}"
+        problem = str(error)
     if problem:
-        raise CheckpointError(problem)
+        raise CheckpointError(f"checkpoint {aside} could not be written: {problem}")
     path = aside.with_suffix("")
     if world.is_main:
         problem = _commit_here(aside, step, state, facts, keep)
     if problem := world.broadcast_text(problem if world.is_main else None):
         raise CheckpointError(problem)
     return path
+
+
+def _start(folder: Path, step: int, world: World) -> Path:
+    """A fresh folder, made by rank 0 and told to all."""
+    told = None
+    if world.is_main:
+        try:
+            told = json.dumps([str(start(folder, step)), ""])
+        except OSError as error:
+            told = json.dumps([str(folder), str(error)])
+    path, problem = json.loads(world.broadcast_text(told))
+    if problem:
+        raise CheckpointError(f"no checkpoint can be written into {path}: {problem}")
+    return Path(path)
 
 
 def _commit_here(aside: Path, step: int, state: dict[str, Tensor], facts: dict[str, Any], keep: int) -> str:
@@ -115,7 +125,7 @@ def load(checkpoint: Checkpoint, state: dict[str, Tensor], world: World) -> None
     """
     _check_fits(checkpoint, state)
     try:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint.path), no_dist=world.size == 1)
+        dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint.path))
     except CheckpointException as error:
         raise CheckpointError(f"checkpoint {checkpoint.path} cannot be read: {_cause(error)}") from error
 

@@ -89,7 +89,7 @@ def is_secondary(error: BaseException) -> bool:
         >>> is_secondary(RuntimeError("[/gloo/pair.cc] Connection closed by peer [127.0.0.1]:3"))
         True
     """
-    from shoal.launch.meeting import DeadlineError  # not at the top: the launcher reads errors without torch
+    from shoal.world.meeting import DeadlineError  # not at the top: the launcher reads errors without torch
 
     return any(
         isinstance(link, DeadlineError) or (isinstance(link, RuntimeError) and PEER_GONE.search(str(link)))

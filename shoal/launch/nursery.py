@@ -88,7 +88,7 @@ def _preload(order: Order, settings: Settings) -> socket.socket:
         importlib.import_module(name)
     with contextlib.suppress(Exception):  # the ranks import it again, and report what is wrong
         importlib.import_module(order.target.partition(":")[0])
-    from shoal.launch.rendezvous import listen
+    from shoal.world.rendezvous import listen
 
     return listen("127.0.0.1", 0)
 
@@ -109,13 +109,13 @@ def _be_rank(order: Order, settings: Settings, rank: int, server: socket.socket)
 
 
 def _open(order: Order, settings: Settings, rank: int, server: socket.socket) -> World:
-    from shoal.launch.rendezvous import Waits, serve
-    from shoal.world import world
+    from shoal.world import join_world
+    from shoal.world.rendezvous import Waits, serve
 
     run = settings.run
     mine = rank == 0 and order.ranks > 1 and run.init_method == "env://"
     store = serve(server, Waits(run.deadline_s, run.deadline_s)) if mine else server.close()
-    return world(
+    return join_world(
         backend=run.backend,
         init_method=run.init_method,
         deadline_s=run.deadline_s,

@@ -118,15 +118,15 @@ def run_worker(settings: Settings, *, device: str = "auto", target: str = TRAIN)
         PlaceError: the launcher's variables are incomplete or impossible.
         ValueError: the run directory cannot be written.
     """
-    from shoal.launch.environments import detect
     from shoal.launch.failure import own_report
-    from shoal.world import world
+    from shoal.world import join_world
+    from shoal.world.environments import detect
 
     place = detect(os.environ)
 
     def open_world() -> World:
         run = settings.run
-        return world(
+        return join_world(
             backend=run.backend, init_method=run.init_method, deadline_s=run.deadline_s, device=device
         )
 

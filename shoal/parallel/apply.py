@@ -17,7 +17,7 @@ from shoal.job import Precision
 from shoal.parallel.initialise import InitParameter, build, initialiser_of, is_meta, materialise
 from shoal.parallel.precision import Types, cast_while_running, types_of
 from shoal.parallel.replicate import apply_replicate
-from shoal.parallel.shard import apply_shard
+from shoal.parallel.shard import apply_shard, is_cut
 from shoal.parallel.units import find_units
 from shoal.plan import Plan, require_supported
 from shoal.world import World
@@ -113,7 +113,7 @@ def _move_rest(model: nn.Module, device: torch.device) -> None:
     """Move to the device what sharding leaves alone: buffers and integer parameters, or the whole of a plain model."""
     if isinstance(model, FSDPModule):
         for parameter in model.parameters():
-            if not parameter.is_floating_point():
+            if not is_cut(parameter):
                 parameter.data = parameter.data.to(device)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):

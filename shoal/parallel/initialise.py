@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shoal.parallel.replicate import core
 
-
 InitParameter = Callable[[str, Tensor, torch.Generator], None]
 """Sets one whole parameter, given by its name, to its initial value in place."""
 
@@ -137,5 +136,5 @@ def weights_hash(model: nn.Module) -> str:
     for name, parameter in sorted(core(model).named_parameters()):
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         digest.update(name.encode())
-        digest.update(whole.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(whole.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

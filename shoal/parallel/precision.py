@@ -60,7 +60,7 @@ def _casted(modules: list[nn.Module], compute: torch.dtype) -> Iterator[None]:
     try:
         for module in modules:
             for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                if not parameter.is_floating_point() or parameter.dtype == compute:
+                if not parameter.is_floating_point() or not parameter.dim() or parameter.dtype == compute:
                     continue
                 if parameter not in casts:
                     casts[parameter] = parameter.to(compute)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from shoal.parallel.precision import Types
 from shoal.parallel.units import find_units, group_by_shared_parameters
@@ -26,7 +30,7 @@ def apply_shard(
         cast_unit_inputs: cast floating-point inputs of units to the compute type.
     """
     axes = mesh["replicate", "shard"] if plan.replicate > 1 else mesh["shard"]
-    keep = {parameter for parameter in model.parameters() if not parameter.is_floating_point()}
+    keep = {parameter for parameter in model.parameters() if not is_cut(parameter)}
     groups = [
         [unit.module for unit in members] for members in group_by_shared_parameters(model, find_units(model))
     ]
@@ -46,6 +50,23 @@ def apply_shard(
             _sum_gradients(module)
     _prefetch([modules[0] for modules in groups])
     return model
+
+
+def is_cut(parameter: nn.Parameter) -> bool:
+    """Whether sharding takes a parameter: integers have no gradient to sum, and a scalar cannot be cut."""
+    return parameter.is_floating_point() and parameter.dim() > 0
+
+
+@torch.no_grad()
+def sum_whole_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Sum, over all ranks, the gradients of trained parameters that sharding left whole. Collective."""
+    whole = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
+    if not whole:
+        return
+    flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in whole])
+    dist.all_reduce(flat)
+    for parameter, gradient in zip(whole, flat.split([p.numel() for p in whole]), strict=True):
+        parameter.grad = gradient.view_as(parameter)
 
 
 def _policy(types: Types, cast_inputs: bool) -> MixedPrecisionPolicy:

@@ -18,7 +18,7 @@ from shoal.models.build import builder
 from shoal.parallel.apply import parallelize
 from shoal.plan import Plan
 from shoal.run import Run
-from shoal.world import world
+from shoal.world import join_world
 
 
 class Trained(NamedTuple):
@@ -50,7 +50,7 @@ def open_run(path: Path) -> Trained:
     datasets = open_dataset(settings.data, settings.train.seed, folder)
     if datasets.tokenizer is None:
         raise ValueError(f"{str(path)!r} was not trained on text, so there is nothing to write")
-    with world(rank=0, size=1) as here:
+    with join_world(rank=0, size=1) as here:
         model = parallelize(builder(settings.model, datasets.vocab), Plan(compile=False), here)
         load(checkpoints[-1], model_state(model), here)
     end_of_text = read_index(datasets.tokenizer.parent).end_of_text

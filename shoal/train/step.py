@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +27,7 @@ from shoal.job import Optimizer, Precision
 from shoal.parallel.apply import accumulation
 from shoal.parallel.initialise import seed_of
 from shoal.parallel.precision import map_tensors, types_of
+from shoal.parallel.shard import sum_whole_gradients
 from shoal.plan import Plan
 from shoal.train.kernels import attention_kernels
 from shoal.train.objective import Objective
@@ -177,6 +179,8 @@ class Step:
         if not self._bound:
             self.optimizer.rebind()
             self._bound = True
+        if isinstance(self.model, FSDPModule):
+            sum_whole_gradients(self.optimizer.parameters.values())
         squares = self._sum_of_squares(self.optimizer.take_gradients())
         sums = torch.stack((loss, weight, squares, torch.full_like(loss, float(stop))))
         if self.world.size > 1:

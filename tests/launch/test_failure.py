@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from shoal.launch.errors import RankError, is_secondary
 from shoal.launch.failure import End, Scene, find_culprit, main_stack, waits
-from shoal.launch.meeting import DeadlineError
 from shoal.observe.host import GIB, Memory
 from shoal.observe.status import State, Status
+from shoal.world.meeting import DeadlineError
 
 
 def status(rank: int, step: int, state: State = "running", monotonic: float = 0.0) -> Status:

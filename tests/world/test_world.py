@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from shoal.cluster import GIB
-from shoal.launch.environments import Place
 from shoal.plan import Plan
 from shoal.world import (
     DeadlineError,
@@ -23,9 +22,10 @@ from shoal.world import (
     choose_backends,
     choose_device,
     detect_cluster,
+    join_world,
     known_device,
-    world,
 )
+from shoal.world.environments import Place
 from tests.ranks import run_ranks
 
 
@@ -101,7 +101,7 @@ def test_a_text_reaches_all_ranks() -> None:
 
 
 def _absent(rank: int, size: int, folder: Path) -> str:
-    with world(
+    with join_world(
         init_method=f"file://{folder}/store", rank=rank, size=size, device="cpu", deadline_s=1.0
     ) as here:
         if rank == 1:
@@ -142,7 +142,7 @@ def _join(rank: int, size: int, folder: Path, changes: dict[int, dict[str, Any]]
     }
     begin = time.monotonic()
     try:
-        with world(**arguments) as here:
+        with join_world(**arguments) as here:
             here.barrier("all are here")
     except (WorldError, ValueError) as error:
         return str(error), time.monotonic() - begin
@@ -208,21 +208,21 @@ def test_a_port_that_is_taken_is_named_on_rank_0_and_on_the_others() -> None:
 @pytest.mark.parametrize("url", ["http://a", "tcp://host", "tcp://h:1?rank=0", "tcp://h:notaport"])
 def test_an_init_method_that_cannot_be_is_refused(url: str) -> None:
     with pytest.raises(ValueError):
-        world(init_method=url, rank=1, size=2, device="cpu")
+        join_world(init_method=url, rank=1, size=2, device="cpu")
 
 
 def test_one_process_is_a_world_and_can_be_again(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for _ in range(2):
-        with world(device="cpu") as here:
+        with join_world(device="cpu") as here:
             assert (here.rank, here.size, here.is_main, here.backend) == (0, 1, True, "gloo")
             here.barrier("alone")
             here.agree("job", "a")
             assert here.broadcast_text("x") == "x"
             assert _sum(here, 2.0) == 2.0
             with pytest.raises(WorldError, match="in a process group already"):
-                world(device="cpu")
+                join_world(device="cpu")
         here.close()
         assert not dist.is_initialized()
 
@@ -231,12 +231,12 @@ def test_half_set_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(PlaceError, match="WORLD_SIZE"):
-        world()
+        join_world()
 
 
 def _by_environment(rank: int, size: int, folder: Path, port: int) -> tuple[int, int, int]:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    with world(device="cpu") as here:
+    with join_world(device="cpu") as here:
         here.barrier("here")
         return here.rank, here.local_rank, here.local_size
 

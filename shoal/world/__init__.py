@@ -1,6 +1,6 @@
 """`World`: who takes part. Rank, device, backend, mesh, and what ranks settle without a collective.
 
-`world()` is the same line for one process, torchrun, Slurm, MPI, Kubernetes and `shoal train`.
+`join_world()` is the same line for one process, torchrun, Slurm, MPI, Kubernetes and `shoal train`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.cluster import DEVICES, Cluster, Device
-from shoal.launch.environments import Place, PlaceError, detect
-from shoal.launch.meeting import DeadlineError, Meeting, WorldError
-from shoal.launch.rendezvous import Waits, open_store
 from shoal.plan import AXES, Plan
+from shoal.world.environments import Place, PlaceError, detect
+from shoal.world.meeting import DeadlineError, Meeting, WorldError
+from shoal.world.rendezvous import Waits, open_store
 
-__all__ = ["DeadlineError", "PlaceError", "World", "WorldError", "detect_cluster", "world"]
+__all__ = ["DeadlineError", "PlaceError", "World", "WorldError", "detect_cluster", "join_world"]
 
 FAREWELL_S = 10.0  # rank 0 holds the store, and waits so long for ranks that still read it
 
 
 @dataclass(eq=False)
 class World:
-    """The ranks that train together, seen from one of them. Made by `world()`; close it, or use a `with`."""
+    """The ranks that train together, seen from one of them. Made by `join_world()`; close it, or use a `with`."""
 
     rank: int
     size: int
@@ -60,7 +60,7 @@ class World:
             ValueError: the plan needs another number of ranks; the message says which degrees would work.
 
         Example:
-            >>> with world(device="cpu") as here:
+            >>> with join_world(device="cpu") as here:
             ...     here.mesh(Plan()).mesh_dim_names
             ('replicate', 'shard')
         """
@@ -121,7 +121,7 @@ class World:
         self.close(wait=error is None)
 
 
-def world(
+def join_world(
     *,
     backend: str = "auto",
     init_method: str = "env://",
@@ -135,7 +135,7 @@ def world(
 ) -> World:
     """Join the world that this process was started for, or be a world of one.
 
-    Who this process is comes from its launcher's variables (see `shoal.launch.environments`), or from `rank`
+    Who this process is comes from its launcher's variables (see `shoal.world.environments`), or from `rank`
     and `size`. `deadline_s` is the longest wait for another rank anywhere, `connect_s` the longest wait for
     rank 0 to listen. All ranks succeed or all raise.
 
@@ -146,7 +146,7 @@ def world(
         number. DeadlineError: some ranks did not come; the message names them.
 
     Example:
-        >>> with world(device="cpu") as here:
+        >>> with join_world(device="cpu") as here:
         ...     (here.rank, here.size, here.backend)
         (0, 1, 'gloo')
     """

@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from shoal.launch.environments import Place
-from shoal.launch.meeting import WorldError
+from shoal.world.environments import Place
+from shoal.world.meeting import WorldError
 
 
 class Waits(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.launch.environments import Place, PlaceError, detect, first_host
+from shoal.world.environments import Place, PlaceError, detect, first_host
 
 TORCHRUN = {
     "RANK": "3",

@@ -1,0 +1,132 @@
+"""Writes the tables of docs/job.md and docs/models.md from the models that check a job file.
+
+python docs/generate.py            # rewrite what is between the marks
+python docs/generate.py --check    # exit 1 if anything would change
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import types
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from shoal.config import Settings
+from shoal.job import Model
+from shoal.models.presets import PRESET_NAMES, num_parameters, resolve
+
+DOCS = Path(__file__).parent
+MARKS = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+EXAMPLE_VOCAB = 4096
+
+
+def keys() -> str:
+    """A table of keys for each table of a job file, and the keys outside tables first."""
+    sections = {name: section_of(field.annotation) for name, field in Settings.model_fields.items()}
+    alone = {name: Settings.model_fields[name] for name, section in sections.items() if section is None}
+    parts = ["Outside any table:\n\n" + key_table(alone.items())]
+    parts += [
+        f"### `[{name}]`\n\n{key_table(section.model_fields.items())}"
+        for name, section in sections.items()
+        if section is not None
+    ]
+    return "\n\n".join(parts)
+
+
+def presets() -> str:
+    """A row for each preset."""
+    rows = ["| preset | parameters | dim | layers | heads | kv_heads | ffn | vocab | tied | rope_theta |"]
+    rows.append("| --- " * 10 + "|")
+    for name in PRESET_NAMES:
+        dims, asks = resolve(Model(preset=name), EXAMPLE_VOCAB), resolve(Model(preset=name)).vocab == 0
+        vocab = "the tokenizer's" if asks else f"{dims.vocab:,}"
+        numbers = f"{dims.dim} | {dims.layers} | {dims.heads} | {dims.kv_heads} | {dims.ffn}"
+        tied = "yes" if dims.tied else "no"
+        rows.append(
+            f"| `{name}` | {num_parameters(dims):,} | {numbers} | {vocab} | {tied} | {dims.rope_theta:,.0f} |"
+        )
+    return "\n".join(rows)
+
+
+def key_table(fields: Iterable[tuple[str, FieldInfo]]) -> str:
+    rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for name, field in fields:
+        default = field.get_default(call_default_factory=True)
+        cells = (f"`{name}`", type_text(field), default_text(default), field.description or "")
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+def default_text(value: Any) -> str:
+    """A default as TOML has it; nothing for a key that is left out."""
+    return "" if value is None else f"`{json.dumps(value)}`"
+
+
+def type_text(field: FieldInfo) -> str:
+    """A type and its range in words."""
+    return ", ".join([annotation_text(field.annotation), *ranges(field.metadata)])
+
+
+def annotation_text(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " or ".join(f"`{json.dumps(argument)}`" for argument in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(annotation_text(argument) for argument in arguments if argument is not type(None))
+    if origin is list:
+        return f"list of {annotation_text(arguments[0])}"
+    if origin is tuple:
+        return f"list of {len(arguments)} numbers"
+    if origin is dict:
+        return "table"
+    return TYPES[annotation]
+
+
+def ranges(metadata: list[Any]) -> list[str]:
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    found = [
+        f"{text} {getattr(item, key)}"
+        for item in metadata
+        for key, text in words.items()
+        if hasattr(item, key)
+    ]
+    return found + ["not empty" for item in metadata if hasattr(item, "min_length")]
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+PARTS: dict[str, Callable[[], str]] = {"keys": keys, "presets": presets}
+
+
+def generated(text: str) -> str:
+    """A page with what is between its marks made anew."""
+    return MARKS.sub(lambda found: f"{found[1]}\n{PARTS[found[2]]()}\n\n{found[3]}", text)
+
+
+def main(check: bool) -> int:
+    """Rewrite the pages, or say which would change."""
+    stale = []
+    for page in sorted(DOCS.glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if generated(text) != text:
+            stale.append(page.name)
+            if not check:
+                page.write_text(generated(text), encoding="utf-8")
+    print(f"{'stale' if check else 'rewritten'}: {', '.join(stale) or 'none'}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))

@@ -1,0 +1,167 @@
+"""Before ranks start nothing is left to be chosen, and what does not fit is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cluster import Cluster
+from shoal.config import ConfigError, Settings, apply_overrides, parse
+from shoal.data.format import read_index
+from shoal.launch import ready
+from shoal.launch.ready import complete_plan, make_ready, vocab_of, which_cluster, workload
+from shoal.models.llama import Llama
+from shoal.models.presets import num_parameters, resolve
+from shoal.plan import Plan
+
+
+def settings(*words: str, **tables: Any) -> Settings:
+    base: dict[str, Any] = {
+        "model": {"preset": "1m"},
+        "data": {"source": "synthetic", "vocab": 300, "seq_len": 32},
+        "train": {"global_batch": 8},
+    }
+    return parse(apply_overrides(base | tables, words), where="test")
+
+
+@pytest.fixture(autouse=True)
+def two_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of two CPU ranks, whatever this one is."""
+    monkeypatch.setattr(ready, "detect_cluster", lambda: Cluster.parse("2 cpu"))
+
+
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ready, "detect_cluster", lambda: Cluster.parse("8 h100"))
+
+
+def test_with_nothing_said_this_machine_is_used_whole() -> None:
+    assert make_ready(settings()).plan == Plan(replicate=2, micro_batch=4)
+
+
+def test_a_plan_that_is_said_is_kept_as_it_is() -> None:
+    said = settings("plan.shard=4", "plan.zero=1", "plan.micro_batch=2")
+    assert make_ready(said).plan == said.plan
+
+
+def test_of_a_plan_without_degrees_the_degrees_are_chosen() -> None:
+    plan = make_ready(settings("plan.micro_batch=2", "plan.recompute=full")).plan
+    assert plan == Plan(replicate=2, micro_batch=2, recompute="full")
+
+
+def test_once_ready_always_ready() -> None:
+    once = make_ready(settings())
+    assert make_ready(once) == once
+    assert make_ready(Settings.from_toml(once.to_toml())) == once
+
+
+def test_more_cpu_ranks_than_cores_may_be_asked_for() -> None:
+    assert which_cluster(settings("plan.replicate=4", "plan.shard=2")).describe() == "8 cpu"
+    assert which_cluster(settings(), ranks=3).describe() == "3 cpu"
+
+
+def test_gpus_that_are_not_there_are_refused_with_degrees_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    eight_gpus(monkeypatch)
+    with pytest.raises(ConfigError, match=r"16 ranks, but the cluster has 8 devices .*plan\.shard=8"):
+        make_ready(settings("plan.shard=16", "train.global_batch=16"))
+
+
+def test_a_cluster_that_is_not_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"cluster = '4x8 h100', but this machine is 2 cpu; .*torchrun"):
+        make_ready(settings("cluster=4x8 h100"))
+    eight_gpus(monkeypatch)
+    assert which_cluster(settings("cluster=4 h100")).num_devices == 4
+
+
+def test_ranks_that_a_launcher_started_may_be_on_other_machines() -> None:
+    assert which_cluster(settings("cluster=4x8 h100"), ranks=32).num_devices == 32
+
+
+def test_a_cluster_that_is_not_understood_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"cluster = '8 h1000' is not understood"):
+        make_ready(settings("cluster=8 h1000"))
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["train.global_batch=7"], "train.global_batch = 7"),
+        (["model.preset=6m"], "model.preset = '6m' is unknown"),
+        (["model.heads=3"], "model.heads = 3"),
+        (["model.vocab=100"], "model.vocab = 100 is smaller than the tokenizer's 300"),
+        (["plan.micro_batch=3"], "plan.micro_batch = 3"),
+        (["plan.tensor=2"], "plan.tensor = 2"),
+        (["plan.shard=3"], "train.global_batch = 8"),
+        (["data.source=nosuch.txt"], "nosuch.txt"),
+        (["model.family=nosuch_module:build"], "nosuch_module"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(words: list[str], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_ready(settings(*words))
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_text_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("some text")
+    words = [f"data.source={tmp_path / 'text.txt'}", f"run.cache={tmp_path / 'cache'}", "plan.shard=3"]
+    with pytest.raises(ConfigError):
+        make_ready(settings(*words))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_text_is_prepared_once_and_gives_the_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("some text, long enough to be cut into a few windows. " * 20)
+    words = [
+        f"data.source={tmp_path / 'text.txt'}",
+        f"run.cache={tmp_path / 'cache'}",
+        "data.tokenizer=bytes",
+        "data.eval_fraction=0",
+    ]
+    once = make_ready(settings(*words))
+    assert once.run.data is not None
+    assert read_index(Path(once.run.data)).vocab == vocab_of(once) == 257
+    changed = Path(once.run.data, "index.json").stat().st_mtime_ns
+    assert make_ready(settings(*words)) == once
+    assert Path(once.run.data, "index.json").stat().st_mtime_ns == changed
+
+
+def test_the_size_of_a_job_is_its_models() -> None:
+    ours = settings()
+    assert workload(ours).parameters == num_parameters(resolve(ours.model, 300))
+    own = settings(
+        model={"family": "torch.nn:Linear", "options": {"in_features": 7, "out_features": 3}},
+        data={"source": "torch.nn:Linear"},
+    )
+    assert workload(own).parameters == 7 * 3 + 3
+
+
+def test_activations_are_about_those_that_autograd_keeps() -> None:
+    import torch
+
+    said = settings("model.dim=128", "model.layers=4", "data.seq_len=64")
+    model = Llama(resolve(said.model, 300))
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        tokens = torch.zeros(1, 64, dtype=torch.long)
+        loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    assert loss.requires_grad
+    assert workload(said).activation_bytes_per_sample == pytest.approx(sum(kept.values()), rel=0.5)
+
+
+def test_a_large_model_is_cut_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    eight_gpus(monkeypatch)
+    plan = complete_plan(settings("model.preset=8b"), Cluster.parse("8 h100"))
+    assert (plan.shard, plan.zero_stage) == (8, 2)

@@ -1,0 +1,106 @@
+"""The plan that is chosen uses every device, fits the memory it was chosen for, and is the simplest that does."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from shoal.check import check
+from shoal.cluster import DEVICES, GIB, Cluster
+from shoal.job import Job, Model, Train
+from shoal.plan import Plan
+from shoal.planner.choose import Workload, choose_plan
+
+GPUS = [kind for kind, device in DEVICES.items() if device.type == "cuda"]
+
+
+def choose(cluster: str, parameters: float, *, batch: int = 512, activations: int = 0) -> Plan:
+    work = Workload(int(parameters), activations)
+    return choose_plan(Train(global_batch=batch), work, Cluster.parse(cluster))
+
+
+def state_bytes(plan: Plan, parameters: float) -> float:
+    """fp32 weights, gradients and two moments of AdamW by ZeRO stage (Rajbhandari et al., figure 1), a bf16 copy."""
+    cut = plan.shard
+    return (
+        parameters
+        * {
+            0: 4 + 4 + 8 + 2,
+            1: 4 / cut + 4 + 8 / cut + 2,
+            2: (4 + 4 + 8) / cut + 2,
+            3: (4 + 4 + 8) / cut,
+        }[plan.zero_stage]
+    )
+
+
+@given(
+    st.sampled_from(GPUS),
+    st.integers(1, 64),
+    st.integers(1, 16),
+    st.floats(1e6, 5e11),
+    st.integers(1, 32),
+    st.integers(0, 10**11),
+)
+@hypothesis_settings(max_examples=300, deadline=None, derandomize=True)
+def test_every_device_is_used_and_the_job_runs_under_the_plan(
+    kind: str, nodes: int, per_node: int, parameters: float, local: int, activations: int
+) -> None:
+    cluster = Cluster(nodes=nodes, devices_per_node=per_node, device=DEVICES[kind])
+    train = Train(global_batch=local * cluster.num_devices)
+    plan = choose_plan(train, Workload(int(parameters), activations), cluster)
+    check(Job(model=Model(family="mine:build"), train=train), plan, cluster)
+
+
+@given(st.sampled_from(GPUS), st.integers(1, 64), st.floats(1e6, 1e12))
+@hypothesis_settings(max_examples=300, deadline=None, derandomize=True)
+def test_state_takes_less_than_half_of_memory_unless_nothing_would(
+    kind: str, nodes: int, parameters: float
+) -> None:
+    plan = choose(f"{nodes}x8 {kind}", parameters, batch=8 * nodes)
+    memory = DEVICES[kind].memory_bytes
+    assert memory
+    if state_bytes(plan, parameters) > memory / 2:
+        assert plan == Plan(shard=8 * nodes, zero=3, micro_batch=plan.micro_batch), "the most that there is"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "parameters", "expected"),
+    [
+        ("1 h100", 1e9, "one device"),
+        ("8 h100", 1e9, "replicate 8"),
+        ("2 cpu", 1e12, "replicate 2"),  # memory is not known, so that it is not the reason
+        ("8 h100", 8e9, "shard 8 (ZeRO-2)"),
+        ("4x8 h100", 8e9, "replicate 4 x shard 8 (ZeRO-2)"),
+        ("8 h100", 15e9, "shard 8 (ZeRO-3)"),
+        ("64x8 h100", 70e9, "shard 512 (ZeRO-3)"),
+    ],
+)
+def test_the_simplest_that_fits_is_taken(cluster: str, parameters: float, expected: str) -> None:
+    plan = choose(cluster, parameters)
+    assert plan.model_copy(update={"micro_batch": None}).describe() == expected
+
+
+@pytest.mark.parametrize("cluster", ["1 h100", "8 h100", "4x8 h100"])
+def test_a_larger_model_is_never_cut_less(cluster: str) -> None:
+    cuts = [(plan.zero_stage, plan.shard) for plan in (choose(cluster, 10**power) for power in range(6, 13))]
+    assert cuts == sorted(cuts)
+
+
+def test_the_micro_batch_is_the_largest_divisor_whose_activations_take_a_third_of_memory() -> None:
+    per_sample = (
+        2 * GIB
+    )  # 80 / 3 = 26.7 GiB: 13 samples would fit, of 24 a rank the largest divisor below is 12
+    assert choose("8 h100", 1e6, batch=24 * 8, activations=per_sample).micro_batch == 12
+    assert choose("8 h100", 1e6, batch=24 * 8, activations=0).micro_batch == 24
+    assert choose("8 h100", 1e6, batch=24 * 8, activations=1000 * GIB).micro_batch == 1
+
+
+@pytest.mark.parametrize(("batch", "works"), [(30, [24, 32]), (5, [8]), (65, [64, 72])])
+def test_a_batch_that_cannot_be_dealt_out_names_the_nearest_that_can(batch: int, works: list[int]) -> None:
+    with pytest.raises(ValueError, match=f"train.global_batch = {batch} .* 8 devices; use ") as caught:
+        choose("8 h100", 1e6, batch=batch)
+    for size in works:
+        assert str(size) in str(caught.value)
+        choose("8 h100", 1e6, batch=size)

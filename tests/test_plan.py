@@ -1,0 +1,120 @@
+"""`Plan` gives every rank one place on the mesh and one part of the global batch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from shoal.plan import AXES, Plan, require_supported
+
+degrees = st.fixed_dictionaries({axis: st.integers(1, 4) for axis in AXES})
+
+
+@given(degrees)
+@hypothesis_settings(max_examples=50, deadline=None, derandomize=True)
+def test_every_rank_has_one_place_and_rank_order_is_row_major(given_degrees: dict[str, int]) -> None:
+    plan = Plan.model_validate(given_degrees)
+    places = [plan.coordinates(rank) for rank in range(plan.world_size)]
+    grid = itertools.product(*(range(given_degrees[axis]) for axis in AXES))  # the last axis runs fastest
+    assert [tuple(place[axis] for axis in AXES) for place in places] == list(grid)
+    assert plan.world_size == math.prod(given_degrees.values())
+
+
+@given(degrees, st.integers(1, 3), st.integers(1, 3))
+@hypothesis_settings(max_examples=50, deadline=None, derandomize=True)
+def test_parts_of_the_global_batch_are_equal_and_cover_it(
+    given_degrees: dict[str, int], count: int, size: int
+) -> None:
+    plan = Plan.model_validate({**given_degrees, "micro_batch": size})
+    batch = plan.data_degree * count * size
+    assert plan.micro_batches(batch) == (count, size)
+    sharers = plan.world_size // plan.data_degree  # ranks that read the same samples
+    parts = [plan.data_rank(rank) for rank in range(plan.world_size)]
+    assert sorted(parts) == sorted(list(range(plan.data_degree)) * sharers)
+
+
+@given(degrees)
+@hypothesis_settings(max_examples=30, deadline=None, derandomize=True)
+def test_ranks_that_share_a_model_share_the_samples(given_degrees: dict[str, int]) -> None:
+    plan = Plan.model_validate(given_degrees)
+    for rank in range(plan.world_size):
+        place = plan.coordinates(rank)
+        first = next(
+            other
+            for other in range(plan.world_size)
+            if plan.coordinates(other) == {**place, "tensor": 0, "context": 0, "pipeline": 0}
+        )
+        assert plan.data_rank(rank) == plan.data_rank(first)
+
+
+def test_without_a_micro_batch_a_rank_takes_its_whole_part_at_once() -> None:
+    assert Plan(replicate=2, shard=2).micro_batches(32) == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("keys", "stage"),
+    [
+        ({}, 0),
+        ({"shard": 2}, 3),
+        ({"shard": 2, "zero": 1}, 1),
+        ({"shard": 2, "zero": 2}, 2),
+        ({"zero": 3}, 0),
+    ],
+)
+def test_zero_is_3_unless_said_and_0_with_nothing_to_shard(keys: dict[str, Any], stage: int) -> None:
+    assert Plan.model_validate(keys).zero_stage == stage
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"zero": 0, "shard": 2}, "zero = 0 cuts nothing, but shard = 2; use zero = 1, 2 or 3, or shard = 1"),
+        ({"zero": 4}, "0, 1, 2 or 3"),
+        ({"tensor": 0}, "greater than or equal to 1"),
+        ({"recompute": "half"}, "'none' or 'full'"),
+        ({"replicas": 2}, "not permitted"),
+        ({"compile": "yes"}, "boolean"),
+    ],
+)
+def test_an_impossible_plan_is_refused(keys: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValidationError, match=named) as caught:
+        Plan.model_validate(keys)
+    assert len(caught.value.errors()) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({}, False),
+        ({"micro_batch": 2, "recompute": "full"}, False),
+        ({"shard": 1}, True),
+        ({"expert": 2}, True),
+    ],
+)
+def test_a_plan_says_degrees_when_one_is_given_even_if_it_is_1(keys: dict[str, Any], says: bool) -> None:
+    assert Plan.model_validate(keys).says_degrees is says
+
+
+def test_one_phrase_tells_all_that_differs_from_one_device() -> None:
+    assert Plan().describe() == "one device"
+    plan = Plan(replicate=2, shard=4, zero=2, micro_batch=8, recompute="full", compile=True)
+    assert plan.describe() == "replicate 2 x shard 4 (ZeRO-2), micro-batch 8, recompute full, compiled"
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "context", "expert"])
+def test_an_axis_that_is_not_there_is_refused_by_name(axis: str) -> None:
+    require_supported(Plan(replicate=2, shard=2))
+    with pytest.raises(ValueError, match=rf"plan\.{axis} = 2.*replicate and shard.*plan\.{axis} = 1"):
+        require_supported(Plan.model_validate({axis: 2}))
+
+
+def test_every_key_says_what_it_means() -> None:
+    for name, field in Plan.model_fields.items():
+        assert len(field.description or "") > 10, name

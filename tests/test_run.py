@@ -1,0 +1,119 @@
+"""A run directory's files appear whole, and lines of several writers do not mix."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from shoal.run import Run, append_json, job_file_of, read_json_lines, write_whole
+
+
+def test_a_new_run_has_its_folders_and_nothing_else(tmp_path: Path) -> None:
+    run = Run(tmp_path / "deep" / "run")
+    run.create()
+    run.create()  # a run that goes on
+    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "ranks"]
+    assert (run.ranks, run.checkpoints) == (run.path / "ranks", run.path / "checkpoints")
+
+
+def test_a_directory_that_cannot_be_is_named_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        ValueError, match=r"run\.dir = '.*/file/run' cannot be written: .*choose another run\.dir"
+    ):
+        Run(tmp_path / "file" / "run").create()
+
+
+def test_a_file_that_is_rewritten_is_the_new_one_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    write_whole(path, "old, and longer")
+    write_whole(path, "Grüße\n")
+    assert path.read_text(encoding="utf-8") == "Grüße\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    write_whole(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(path, "half \ud800")  # a lone surrogate has no UTF-8
+    assert path.read_text() == "old"
+
+
+def _reread(path: Path, seen: multiprocessing.Queue) -> None:
+    texts = set()
+    while (text := path.read_text()) != "end":
+        texts.add(text)
+    seen.put(texts)
+
+
+def test_a_reader_sees_the_old_file_or_the_new_one_and_nothing_between(tmp_path: Path) -> None:
+    path, whole = tmp_path / "status", {letter * 200_000 for letter in "ab"}
+    context = multiprocessing.get_context("fork")
+    seen = context.Queue()
+    write_whole(path, "a" * 200_000)
+    reader = context.Process(target=_reread, args=(path, seen))
+    reader.start()
+    for _ in range(30):
+        for text in whole:
+            write_whole(path, text)
+    write_whole(path, "end")
+    assert seen.get(timeout=20) <= whole
+    reader.join(10)
+
+
+def _append_many(path: Path, writer: int) -> None:
+    for number in range(200):
+        append_json(path, {"writer": writer, "number": number, "text": "x" * 500})
+
+
+def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_append_many, args=(path, writer)) for writer in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(30)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for writer in range(3):
+        numbers = [record["number"] for record in records if record["writer"] == writer]
+        assert numbers == list(range(200))
+
+
+def test_a_number_that_json_does_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError):
+        append_json(tmp_path / "metrics.jsonl", {"loss": float("nan")})
+    assert list(read_json_lines(tmp_path / "metrics.jsonl")) == []
+
+
+def test_a_line_cut_short_is_left_out_and_the_others_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    append_json(path, {"step": 1})
+    with path.open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert list(read_json_lines(path)) == [{"step": 1}]
+    append_json(path, {"step": 3})  # goes on in the broken line
+    append_json(path, {"step": 4})
+    assert list(read_json_lines(path)) == [{"step": 1}, {"step": 4}]
+
+
+def test_no_file_has_no_lines(tmp_path: Path) -> None:
+    assert list(read_json_lines(tmp_path / "none.jsonl")) == []
+
+
+def test_events_tell_what_and_when(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.event("start", step=0)
+    run.event("save", step=5, path="a")
+    first, second = read_json_lines(run.events_file)
+    assert (first["event"], second["event"], second["step"], second["path"]) == ("start", "save", 5, "a")
+    assert 1.6e9 < first["time"] <= second["time"]
+
+
+def test_a_run_directory_stands_for_its_job_file(tmp_path: Path) -> None:
+    assert job_file_of(tmp_path) == tmp_path / "job.toml"
+    assert job_file_of(tmp_path / "other.toml") == tmp_path / "other.toml"
