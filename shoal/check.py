@@ -16,9 +16,25 @@ def check(job: Job, plan: Plan, cluster: Cluster) -> None:
     """
     _check_devices(plan, cluster)
     _check_batch(job, plan)
+    check_model(job)
     if job.model.family == "llama":
         _check_llama(resolve(job.model), job, plan)
     require_supported(plan)
+
+
+def check_model(job: Job) -> None:
+    """Refuse a model table that describes no model.
+
+    Raises:
+        ValueError: naming the key, its value, and values that would work.
+    """
+    if job.model.family == "llama":
+        if job.model.options:
+            raise ValueError(
+                f"model.options = {job.model.options} is for a model of your own; family 'llama' takes its dimensions as "
+                "keys of [model]"
+            )
+        resolve(job.model)
 
 
 def _check_devices(plan: Plan, cluster: Cluster) -> None:

@@ -5,10 +5,12 @@ A file is written aside, flushed and renamed, so that a reader sees the old one 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,8 @@ class RunPolicy(Section):
 
     dir: str = Field("runs/latest", min_length=1, description="the run directory")
     resume: bool = Field(
-        True, description="go on from the newest complete checkpoint in the directory, if any"
+        True,
+        description="go on from the newest complete checkpoint in the directory; false: set aside what is there",
     )
     data: str | None = Field(None, description="the prepared data folder; left out: made under run.cache")
     cache: str = Field("~/.cache/shoal", description="prepared data that runs share")
@@ -120,6 +123,36 @@ class Run:
             raise ValueError(
                 f"run.dir = {str(self.path)!r} cannot be written: {error}; choose another run.dir"
             ) from error
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the directory: two runs at once in one directory would mix their files.
+
+        Raises:
+            ValueError: another run holds it.
+        """
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"run.dir = {str(self.path)!r} is in use by another run; wait for it, or choose another run.dir"
+                ) from None
+            yield
+
+    def set_aside(self) -> Path | None:
+        """Move what an earlier run left into a folder of its own; returns that folder, if there was anything."""
+        left = [path for path in (self.checkpoints, self.metrics_file, self.events_file) if path.exists()]
+        if not any(path.is_file() or any(path.iterdir()) for path in left):
+            return None
+        number = next(n for n in range(1, 10_000) if not (self.path / f"earlier-{n}").exists())
+        aside = self.path / f"earlier-{number}"
+        aside.mkdir()
+        for path in (*left, self.job_file):
+            if path.exists():
+                path.rename(aside / path.name)
+        self.checkpoints.mkdir()
+        return aside
 
     def event(self, kind: str, **details: Any) -> None:
         """Append a line to events.jsonl; `time` is seconds since the epoch."""

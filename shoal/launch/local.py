@@ -23,7 +23,7 @@ from shoal.launch.nursery import Event, Order
 from shoal.launch.worker import SAME_STOP_S, TRAIN
 from shoal.observe import host
 from shoal.observe.host import Memory
-from shoal.run import Run, write_whole
+from shoal.run import Run, read_json_lines, write_whole
 
 SETTLE_S = 2.0  # how long other ranks may take to end by themselves, once one has failed
 STACK_S = 0.3  # how long a rank takes to write its stack on SIGUSR1
@@ -60,15 +60,22 @@ def launch(settings: Settings, ranks: int, *, device: str = "auto", target: str 
         raise ValueError(f"ranks = {ranks}: expected at least 1")
     run = Run(Path(settings.run.dir))
     run.create()
-    _clear(run.ranks)
-    order = Order(settings.to_toml(), target, ranks, device, os.getpid())
-    with _requests() as requests, Ranks.start(order) as nursery:
-        watch = Watch(run, nursery, requests, settings.run.deadline_s)
-        problem = watch.until_end()
-    if problem is not None:
-        return _failed(run, problem)
+    with run.locked():
+        _clear(run.ranks)
+        order = Order(settings.to_toml(), target, ranks, device, os.getpid())
+        with _requests() as requests, Ranks.start(order) as nursery:
+            watch = Watch(run, nursery, requests, settings.run.deadline_s)
+            problem = watch.until_end()
+        if problem is not None:
+            return _failed(run, problem)
     step = min(end.step for end in watch.ends())
-    return Outcome("ok" if step >= settings.train.steps else "interrupted", step)
+    return Outcome("interrupted" if _was_stopped(run, step < settings.train.steps) else "ok", step)
+
+
+def _was_stopped(run: Run, unfinished: bool) -> bool:
+    """Whether the ranks were asked to stop: the run's last event says so (data can end before the last step)."""
+    kinds = [event["event"] for event in read_json_lines(run.events_file)]
+    return kinds[-1] == "stop" if kinds else unfinished
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.check import check
+from shoal.check import check, check_model
 from shoal.cluster import Cluster
 from shoal.config import ConfigError, Settings
 from shoal.data.format import read_index
@@ -19,7 +19,7 @@ from shoal.job import Job
 from shoal.models.build import builder
 from shoal.models.presets import LlamaDims, num_parameters, resolve
 from shoal.plan import Plan
-from shoal.planner.choose import Workload, choose_plan
+from shoal.planner.choose import Workload, choose_plan, require_even
 from shoal.world import detect_cluster
 
 DataProgress = Callable[[str, int, int | None], None]
@@ -39,8 +39,7 @@ def make_ready(
     """
     try:
         cluster = which_cluster(settings, ranks)
-        if settings.plan is not None and settings.plan.says_degrees:
-            check(settings.job, settings.plan, cluster)
+        check_early(settings, cluster)
         settings = with_data(settings, progress)
         plan = complete_plan(settings, cluster)
         check(settings.job, plan, cluster)
@@ -49,14 +48,28 @@ def make_ready(
     return settings.with_plan(plan)
 
 
+def check_early(settings: Settings, cluster: Cluster) -> None:
+    """What can be refused before minutes are spent on data."""
+    plan = settings.plan
+    if plan is not None and plan.says_degrees:
+        check(settings.job, plan, cluster)
+    else:
+        require_even(settings.train, cluster)
+        check_model(settings.job)
+
+
 def complete_plan(settings: Settings, cluster: Cluster) -> Plan:
-    """The plan that is said; what it leaves open is chosen."""
+    """The plan that is said; what it leaves open is chosen.
+
+    Raises:
+        ValueError: a ZeRO stage that the degrees do not allow.
+    """
     said = settings.plan
     if said is not None and said.says_degrees:
         return said
-    chosen = choose_plan(settings.train, workload(settings), cluster)
+    chosen = choose_plan(settings.train, workload(settings), cluster, zero=said.zero if said else None)
     kept = said.model_dump(include=said.model_fields_set) if said is not None else {}
-    return chosen.model_copy(update=kept)
+    return Plan.model_validate(chosen.model_dump() | kept)
 
 
 def which_cluster(settings: Settings, ranks: int | None = None) -> Cluster:

@@ -125,12 +125,18 @@ def run_worker(settings: Settings, *, device: str = "auto", target: str = TRAIN)
     place = detect(os.environ)
 
     def open_world() -> World:
-        run = settings.run
+        policy = settings.run
         return join_world(
-            backend=run.backend, init_method=run.init_method, deadline_s=run.deadline_s, device=device
+            backend=policy.backend,
+            init_method=policy.init_method,
+            deadline_s=policy.deadline_s,
+            device=device,
         )
 
-    error = run_rank(settings, target, place.rank, open_world, place.local_size or 1)
+    run = Run(Path(settings.run.dir))
+    run.create()
+    with run.locked() if place.rank == 0 else contextlib.nullcontext():
+        error = run_rank(settings, target, place.rank, open_world, place.local_size or 1)
     if error is None:
         return 0
     report = own_report(Path(settings.run.dir) / "ranks", error, place.size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ class Metrics(NamedTuple):
     memory_bytes: int
     skipped: bool
     unit: str
+    reserved_bytes: int | None = None
+    """what the allocator of a GPU took from it at its peak"""
 
     @property
     def units_per_s(self) -> float:
@@ -37,6 +40,7 @@ class Metrics(NamedTuple):
         """The line of metrics.jsonl; numbers that are not finite become null."""
         return {
             "step": self.step,
+            "time": round(time.time(), 3),
             "loss": _finite(self.loss),
             "grad_norm": _finite(self.grad_norm),
             "lr": self.lr,
@@ -45,6 +49,7 @@ class Metrics(NamedTuple):
             f"{self.unit}_per_s": round(self.units_per_s, 1),
             "mfu": None if self.mfu is None else round(self.mfu, 4),
             "memory": self.memory_bytes,
+            **({"reserved": self.reserved_bytes} if self.reserved_bytes is not None else {}),
             **({"skipped": True} if self.skipped else {}),
         }
 
@@ -106,6 +111,11 @@ def memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+
+
+def reserved_bytes(device: torch.device) -> int | None:
+    """The most that the caching allocator of a GPU held; None on a CPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 
 
 def _tensorboard(folder: Path) -> Any:

@@ -12,8 +12,6 @@ from shoal.cluster import Cluster
 from shoal.job import Train
 from shoal.plan import Plan
 
-MASTER_BYTES = 16  # a parameter, its gradient and AdamW's two moments, in fp32
-COPY_BYTES = 2  # a parameter in the compute type, while it is gathered
 STATE_SHARE = 0.45  # of a device's memory; the rest is for activations and the allocator
 
 
@@ -25,12 +23,22 @@ class Workload(NamedTuple):
     """what one sample leaves for backward; 0 where it is not known"""
 
 
-def choose_plan(train: Train, work: Workload, cluster: Cluster) -> Plan:
+def choose_plan(train: Train, work: Workload, cluster: Cluster, *, zero: int | None = None) -> Plan:
     """A plan for all devices of a cluster.
+
+    Args:
+        zero: the ZeRO stage, if it is said: 0 keeps whole copies, 1 to 3 cut over the devices of a node.
 
     Raises:
         ValueError: the global batch cannot be dealt out to the devices; the message says which could.
     """
+    require_even(train, cluster)
+    plan = _data_parallel(train, work, cluster) if zero is None else _with_zero(zero, cluster)
+    return plan.model_copy(update={"micro_batch": _micro_batch(train, work, cluster)})
+
+
+def require_even(train: Train, cluster: Cluster) -> None:
+    """Raises ValueError if the global batch cannot be dealt out evenly to the cluster's devices."""
     devices = cluster.num_devices
     if train.global_batch % devices:
         below = train.global_batch // devices * devices
@@ -39,22 +47,29 @@ def choose_plan(train: Train, work: Workload, cluster: Cluster) -> Plan:
             f"train.global_batch = {train.global_batch} cannot be dealt out evenly to {devices} devices; use {near}, or "
             "another number of devices (cluster = ...)"
         )
-    plan = _data_parallel(work, cluster)
-    return plan.model_copy(update={"micro_batch": _micro_batch(train, work, cluster)})
 
 
-def _data_parallel(work: Workload, cluster: Cluster) -> Plan:
-    devices, memory = cluster.num_devices, cluster.device.memory_bytes
-    budget = STATE_SHARE * memory if memory else None
-    if budget is None or work.parameters * (MASTER_BYTES + COPY_BYTES) <= budget:
-        return Plan(replicate=devices)
-    per_node = cluster.devices_per_node
-    within = work.parameters * (COPY_BYTES + MASTER_BYTES / per_node)
-    if within <= budget:
+def _with_zero(zero: int, cluster: Cluster) -> Plan:
+    if zero == 0 or cluster.num_devices == 1:
+        return Plan(replicate=cluster.num_devices)
+    return Plan.model_validate({"replicate": cluster.nodes, "shard": cluster.devices_per_node, "zero": zero})
+
+
+def _data_parallel(train: Train, work: Workload, cluster: Cluster) -> Plan:
+    memory = cluster.device.memory_bytes
+    if memory is None:
+        return Plan(replicate=cluster.num_devices)
+    master = 8 if train.precision == "fp64" else 4
+    state = 4 * master * work.parameters  # a parameter, its gradient and AdamW's two moments
+    gathered = {"bf16": 2, "fp16": 2}.get(train.precision, master) * work.parameters  # in the compute type
+    budget, per_node = STATE_SHARE * memory, cluster.devices_per_node
+    if state + gathered <= budget:
+        return Plan(replicate=cluster.num_devices)
+    if gathered + state / per_node <= budget:
         return Plan(replicate=cluster.nodes, shard=per_node, zero=2)
-    if work.parameters * MASTER_BYTES / per_node <= budget:
+    if state / per_node <= budget:
         return Plan(replicate=cluster.nodes, shard=per_node, zero=3)
-    return Plan(shard=devices, zero=3)
+    return Plan(shard=cluster.num_devices, zero=3)
 
 
 def _micro_batch(train: Train, work: Workload, cluster: Cluster) -> int:

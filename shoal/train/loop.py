@@ -5,29 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from shoal.checkpoint.folder import list_checkpoints
-from shoal.checkpoint.store import load, model_state, newest, save
+from shoal.checkpoint.store import load, newest, save
 from shoal.config import Settings
-from shoal.data.batches import batches, eval_batches, open_dataset
+from shoal.data.batches import batches, eval_batches
 from shoal.data.cut import StepBatch
-from shoal.imports import load_object
-from shoal.models.build import builder
-from shoal.observe.metrics import GIB, Metrics, MetricsWriter, forget_after, memory_bytes
-from shoal.observe.progress import Progress
+from shoal.observe.metrics import Metrics, forget_after, memory_bytes, reserved_bytes
+from shoal.observe.report import write_report
 from shoal.observe.status import RankStatus
-from shoal.parallel.apply import parallelize, synchronise_buffers
-from shoal.run import Run, write_whole
+from shoal.parallel.apply import synchronise_buffers
+from shoal.run import Run
 from shoal.train.evaluate import Evaluation, evaluate
-from shoal.train.objective import NextToken, Objective, as_objective
-from shoal.train.rates import Rates, rates
-from shoal.train.step import Step, StepResult
-from shoal.world import World, detect_cluster
+from shoal.train.resume import require_same_numbers
+from shoal.train.setup import Training, set_up
+from shoal.train.step import StepResult
+from shoal.train.tell import conclude, introduce
+from shoal.world import World
 
 MOST_SKIPPED = 50  # steps in a row without an update, after which a run is lost
 
@@ -37,22 +31,6 @@ class StopFlag(Protocol):
 
     @property
     def requested(self) -> bool: ...
-
-
-class Training(NamedTuple):
-    """Everything a run is made of."""
-
-    settings: Settings
-    world: World
-    run: Run
-    model: nn.Module
-    objective: Objective
-    step: Step
-    datasets: Any
-    rates: Rates
-    progress: Progress
-    metrics: MetricsWriter
-    status: RankStatus
 
 
 def train(settings: Settings, world: World, status: RankStatus, stop: StopFlag) -> None:
@@ -74,6 +52,8 @@ def train(settings: Settings, world: World, status: RankStatus, stop: StopFlag) 
             _save(training, done)
         conclude(training, done, stopped)
     training.metrics.close()
+    if world.is_main:
+        write_report(run)
     status.finish(done)
 
 
@@ -132,11 +112,10 @@ def _is_due(every: int, done: int, steps: int) -> bool:
 
 def _batches(training: Training, done: int, steps: int) -> Iterator[StepBatch]:
     settings = training.settings
-    assert settings.plan is not None
     return batches(
         training.datasets.train,
         settings.job,
-        settings.plan,
+        training.plan,
         training.world,
         start=done,
         stop=steps,
@@ -144,58 +123,12 @@ def _batches(training: Training, done: int, steps: int) -> Iterator[StepBatch]:
     )
 
 
-def set_up(settings: Settings, world: World, run: Run, status: RankStatus) -> Training:
-    """Data, model, objective and step for this rank."""
-    job, plan = settings.job, settings.plan
-    if plan is None:
-        raise ValueError("settings.plan is not chosen yet")
-    datasets = open_dataset(job.data, job.train.seed, Path(settings.run.data) if settings.run.data else None)
-    build = builder(job.model, datasets.vocab)
-    model = parallelize(build, plan, world, precision=job.train.precision, seed=job.train.seed)
-    compiled = plan.compile if plan.compile is not None else world.device.type == "cuda"
-    objective = choose_objective(job.train.objective, datasets.vocab, compiled=compiled)
-    cost = rates(job, build, objective, datasets, detect_cluster().device.flops, world.size)
-    step = Step(
-        model,
-        objective,
-        job.optimizer,
-        plan,
-        world,
-        precision=job.train.precision,
-        total_steps=job.train.steps,
-        usual_weight=cost.usual_weight,
-        seed=job.train.seed,
-        scale=(job.train.loss_scale, job.train.loss_scale_growth),
-        on_phase=status.enter,
-    )
-    progress = Progress(job.train.steps, shown=world.is_main, every=settings.run.log_every)
-    metrics = MetricsWriter(run, world.rank, tensorboard=settings.run.tensorboard)
-    return Training(settings, world, run, model, objective, step, datasets, cost, progress, metrics, status)
-
-
-def choose_objective(spec: str | None, vocab: int | None, *, compiled: bool) -> Objective:
-    """The job's own objective, or next-token cross-entropy for data that has a vocabulary.
+def resume(training: Training) -> int:
+    """Load the newest complete checkpoint, if there is one; returns the steps that are done. Collective.
 
     Raises:
-        ValueError: neither.
+        ValueError: the checkpoint is of a job with other numbers; the message names the keys.
     """
-    if spec is not None:
-        return as_objective(load_object(spec))
-    if vocab is None:
-        raise ValueError(
-            'train.objective is needed for a dataset of your own: "package.module:loss", a function of '
-            "(output, target)"
-        )
-    return NextToken(compiled=compiled)
-
-
-def state_of(training: Training) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint."""
-    return model_state(training.model) | training.step.state()
-
-
-def resume(training: Training) -> int:
-    """Load the newest complete checkpoint, if there is one; returns the steps that are done."""
     settings, world, run = training.settings, training.world, training.run
     done = 0
     if settings.run.resume:
@@ -204,12 +137,15 @@ def resume(training: Training) -> int:
             run.event("checkpoint refused", path=str(entry.path), reason=entry.reason)
             training.progress.say(f"left out {entry.path}: {entry.reason}")
         if found is not None:
+            require_same_numbers(found, settings.job)
             training.status.enter("load", found.step)
-            load(found, state_of(training), world)
+            load(found, training.state(), world)
             done = found.step
+    elif world.is_main and (aside := run.set_aside()):
+        training.progress.say(f"set aside what an earlier run left: {aside}")
     if world.is_main:
         forget_after(run, done)
-        run.event("start", step=done, world_size=world.size, plan=training.step.plan.describe())
+        run.event("start", step=done, world_size=world.size, plan=training.plan.describe())
     return done
 
 
@@ -242,6 +178,7 @@ def _measure(training: Training, result: StepResult, seconds: float) -> Metrics:
         memory_bytes=memory_bytes(training.world.device),
         skipped=numbers.skipped,
         unit=rate.unit,
+        reserved_bytes=reserved_bytes(training.world.device),
     )
 
 
@@ -262,10 +199,11 @@ def _evaluate(training: Training, done: int) -> Evaluation | None:
     settings, world = training.settings, training.world
     if training.datasets.eval is None:
         return None
-    assert settings.plan is not None
     training.status.enter("eval", done)
     began = time.perf_counter()
-    held_out = eval_batches(training.datasets.eval, settings.job, settings.plan, world)
+    held_out = eval_batches(
+        training.datasets.eval, settings.job, training.plan, world, deadline_s=settings.run.deadline_s
+    )
     result = evaluate(training.model, training.objective, held_out, world)
     training.metrics.write_eval(done, result.loss, result.weight, time.perf_counter() - began)
     training.progress.say(
@@ -279,56 +217,13 @@ def _save(training: Training, done: int) -> None:
     training.status.enter("save", done)
     synchronise_buffers(training.model, world)
     began = time.perf_counter()
-    assert settings.plan is not None
     facts = {
         "job": settings.job.model_dump(mode="json"),
-        "plan": settings.plan.model_dump(),
+        "plan": training.plan.model_dump(),
         "world_size": world.size,
         "vocab": training.datasets.vocab,
     }
-    path = save(run.checkpoints, done, state_of(training), facts, world, keep=settings.checkpoint.keep)
+    path = save(run.checkpoints, done, training.state(), facts, world, keep=settings.checkpoint.keep)
     if world.is_main:
         seconds = round(time.perf_counter() - began, 3)
         run.event("save", step=done, path=str(path), seconds=seconds)
-
-
-def introduce(training: Training, done: int) -> None:
-    """Say what is about to run, and write it into the run directory."""
-    settings, world = training.settings, training.world
-    if not world.is_main:
-        return
-    plan, job = settings.plan, settings.job
-    assert plan is not None
-    count, micro = plan.micro_batches(job.train.global_batch)
-    parameters = sum(parameter.numel() for parameter in training.model.parameters())
-    say = training.progress.say
-    say(
-        f"model    {job.model.family} {job.model.preset or ''}: {parameters:,} parameters, {job.train.precision}"
-    )
-    say(
-        f"data     {job.data.source}"
-        + (f", vocabulary {training.datasets.vocab:,}" if training.datasets.vocab else "")
-    )
-    say(f"plan     {plan.describe()} over {world.size} x {world.device.type}, {world.backend}")
-    say(
-        f"batch    {job.train.global_batch} samples = {plan.data_degree} ranks x {count} micro-batches x {micro}"
-    )
-    say(f"run      {training.run.path}" + (f", going on after step {done}" if done else ""))
-    write_whole(training.run.job_file, settings.to_toml())
-
-
-def conclude(training: Training, done: int, stopped: bool) -> None:
-    """Say what came of it."""
-    world, run, say = training.world, training.run, training.progress.say
-    held = torch.zeros(world.size, dtype=torch.float64, device=world.device)
-    held[world.rank] = memory_bytes(world.device) / GIB
-    if world.size > 1:
-        dist.all_reduce(held)
-    if not world.is_main:
-        return
-    run.event("stop" if stopped else "end", step=done)
-    memory = " ".join(f"{gib:.2f}" for gib in held.tolist())
-    say(f"{'stopped' if stopped else 'done'}     after step {done} of {training.settings.train.steps}")
-    say(f"memory   {memory} GiB by rank")
-    if newest_here := list_checkpoints(run.checkpoints)[0]:
-        say(f"saved    {newest_here[-1].path}")

@@ -88,6 +88,11 @@ class Supervised:
         result = self._function(output, batch[1])
         if isinstance(result, tuple):
             return Loss(*result)
+        if result.dim() > 0:
+            raise TypeError(
+                f"the loss function gave a tensor of shape {tuple(result.shape)}; expected a scalar mean over the batch, or "
+                "(sum, weight); use reduction='mean'"
+            )
         samples = len(batch[1])
         return Loss(result * samples, samples)
 

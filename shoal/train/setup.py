@@ -1,0 +1,93 @@
+"""Everything a run is made of on one rank, built from its settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from shoal.checkpoint.store import model_state
+from shoal.config import Settings
+from shoal.data.batches import Datasets, open_dataset
+from shoal.imports import load_object
+from shoal.models.build import builder
+from shoal.observe.metrics import MetricsWriter
+from shoal.observe.progress import Progress
+from shoal.observe.status import RankStatus
+from shoal.parallel.apply import parallelize
+from shoal.plan import Plan
+from shoal.run import Run
+from shoal.train.objective import NextToken, Objective, as_objective
+from shoal.train.rates import Rates, rates
+from shoal.train.step import Step
+from shoal.world import World, detect_cluster
+
+
+class Training(NamedTuple):
+    """Everything a run is made of."""
+
+    settings: Settings
+    plan: Plan
+    world: World
+    run: Run
+    model: nn.Module
+    objective: Objective
+    step: Step
+    datasets: Datasets
+    rates: Rates
+    progress: Progress
+    metrics: MetricsWriter
+    status: RankStatus
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """All tensors of a checkpoint, by name."""
+        return model_state(self.model) | self.step.state()
+
+
+def set_up(settings: Settings, world: World, run: Run, status: RankStatus) -> Training:
+    """Data, model, objective and step for this rank."""
+    job, plan = settings.job, settings.plan
+    if plan is None:
+        raise ValueError("settings.plan is not chosen yet")
+    datasets = open_dataset(job.data, job.train.seed, Path(settings.run.data) if settings.run.data else None)
+    build = builder(job.model, datasets.vocab)
+    model = parallelize(build, plan, world, precision=job.train.precision, seed=job.train.seed)
+    compiled = plan.compile if plan.compile is not None else world.device.type == "cuda"
+    objective = choose_objective(job.train.objective, datasets.vocab, compiled=compiled)
+    cost = rates(job, build, objective, datasets, detect_cluster().device.flops, world.size)
+    step = Step(
+        model,
+        objective,
+        job.optimizer,
+        plan,
+        world,
+        precision=job.train.precision,
+        total_steps=job.train.steps,
+        usual_weight=cost.usual_weight,
+        seed=job.train.seed,
+        scale=(job.train.loss_scale, job.train.loss_scale_growth),
+        on_phase=status.enter,
+    )
+    progress = Progress(job.train.steps, shown=world.is_main, every=settings.run.log_every)
+    metrics = MetricsWriter(run, world.rank, tensorboard=settings.run.tensorboard)
+    return Training(
+        settings, plan, world, run, model, objective, step, datasets, cost, progress, metrics, status
+    )
+
+
+def choose_objective(spec: str | None, vocab: int | None, *, compiled: bool) -> Objective:
+    """The job's own objective, or next-token cross-entropy for data that has a vocabulary.
+
+    Raises:
+        ValueError: neither.
+    """
+    if spec is not None:
+        return as_objective(load_object(spec))
+    if vocab is None:
+        raise ValueError(
+            'train.objective is needed for a dataset of your own: "package.module:loss", a function of '
+            "(output, target)"
+        )
+    return NextToken(compiled=compiled)

@@ -1,0 +1,75 @@
+"""What a run says about itself when it begins and when it ends; rank 0 speaks."""
+
+from __future__ import annotations
+
+import tomli_w
+import torch
+import torch.distributed as dist
+
+from shoal.checkpoint.folder import list_checkpoints
+from shoal.observe.metrics import GIB, memory_bytes
+from shoal.run import read_json_lines, write_whole
+from shoal.train.setup import Training
+from shoal.world import detect_cluster
+
+
+def introduce(training: Training, done: int) -> None:
+    """Say what is about to run, and write it into the run directory."""
+    if not training.world.is_main:
+        return
+    settings, world, plan, run = training.settings, training.world, training.plan, training.run
+    model, train = settings.model, settings.train
+    count, micro = plan.micro_batches(train.global_batch)
+    parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    vocab = training.datasets.vocab
+    say = training.progress.say
+    name = f"{model.family} {model.preset}" if model.preset else model.family
+    say(f"model    {name}: {parameters:,} parameters, {train.precision}")
+    say(f"data     {settings.data.source}" + (f", vocabulary {vocab:,}" if vocab else ""))
+    say(f"plan     {plan.describe()}; {world.size} x {world.device.type}, {world.backend}")
+    say(
+        f"batch    {train.global_batch} samples = {plan.data_degree} {_many(plan.data_degree, 'rank')} x {count} "
+        f"{_many(count, 'micro-batch')} x {micro}"
+    )
+    say(f"run      {run.path}" + (f", going on after step {done}" if done else ""))
+    write_whole(run.job_file, settings.to_toml())
+    write_whole(run.path / "plan.toml", tomli_w.dumps(plan.model_dump(exclude_none=True)))
+    cluster = detect_cluster().model_copy(update={"devices_per_node": world.local_size})
+    cluster = cluster.model_copy(update={"nodes": world.size // world.local_size})
+    write_whole(run.path / "cluster.toml", tomli_w.dumps(cluster.model_dump(exclude_none=True)))
+
+
+def conclude(training: Training, done: int, stopped: bool) -> None:
+    """Say what came of it. Collective."""
+    held = _memory_by_rank(training)
+    if not training.world.is_main:
+        return
+    run, say, steps = training.run, training.progress.say, training.settings.train.steps
+    run.event("stop" if stopped else "end", step=done)
+    lines = [record for record in read_json_lines(run.metrics_file) if record.get("loss") is not None]
+    say(f"{'stopped' if stopped else 'done':<8} after step {done} of {steps}")
+    if lines:
+        unit, seconds = training.rates.unit, sum(line["seconds"] for line in lines)
+        total = sum(line[unit] for line in lines)
+        say(f"loss     {lines[0]['loss']:.4f} -> {lines[-1]['loss']:.4f}")
+        say(f"speed    {total / seconds:,.0f} {unit}/s over {seconds:,.1f} s of steps")
+    say(f"memory   {' '.join(f'{gib:.2f}' for gib in held)} GiB by rank, at most")
+    if newest := list_checkpoints(run.checkpoints)[0]:
+        say(f"saved    {newest[-1].path}")
+    say(f"report   {run.path / 'report.html'}")
+
+
+def _memory_by_rank(training: Training) -> list[float]:
+    world = training.world
+    held = torch.zeros(world.size, dtype=torch.float64, device=world.device)
+    held[world.rank] = memory_bytes(world.device) / GIB
+    if world.size > 1:
+        dist.all_reduce(held)
+    return held.tolist()
+
+
+def _many(count: int, noun: str) -> str:
+    """The noun, in plural unless there is one."""
+    if count == 1:
+        return noun
+    return f"{noun}es" if noun.endswith("ch") else f"{noun}s"
