@@ -163,5 +163,29 @@ def test_activations_are_about_those_that_autograd_keeps() -> None:
 
 def test_a_large_model_is_cut_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     eight_gpus(monkeypatch)
-    plan = complete_plan(settings("model.preset=8b"), Cluster.parse("8 h100"))
+    plan = complete_plan(settings("model.preset=8b", "train.precision=bf16"), Cluster.parse("8 h100"))
     assert (plan.shard, plan.zero_stage) == (8, 2)
+
+
+def test_fp32_gathers_twice_the_bytes_of_bf16_and_is_cut_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    eight_gpus(monkeypatch)
+    plan = complete_plan(settings("model.preset=8b", "train.precision=fp32"), Cluster.parse("8 h100"))
+    assert (plan.shard, plan.zero_stage) == (8, 3)
+
+
+def test_a_zero_stage_that_is_said_is_kept_and_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    eight_gpus(monkeypatch)
+    plan = complete_plan(settings("plan.zero=2"), Cluster.parse("8 h100"))
+    assert (plan.replicate, plan.shard, plan.zero_stage) == (1, 8, 2)
+    whole = complete_plan(settings("plan.zero=0", "model.preset=8b"), Cluster.parse("8 h100"))
+    assert (whole.replicate, whole.shard) == (8, 1)
+
+
+@pytest.mark.parametrize("word", ["model.preset=9b", "train.global_batch=7"])
+def test_a_mistake_is_found_before_data_is_prepared(
+    word: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    eight_gpus(monkeypatch)
+    with pytest.raises(ConfigError, match=word.partition("=")[0].rpartition(".")[2]):
+        make_ready(settings(word, f"run.cache={tmp_path}", data={"source": "stdlib"}))
+    assert not list(tmp_path.iterdir())

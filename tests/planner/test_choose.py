@@ -18,7 +18,7 @@ GPUS = [kind for kind, device in DEVICES.items() if device.type == "cuda"]
 
 def choose(cluster: str, parameters: float, *, batch: int = 512, activations: int = 0) -> Plan:
     work = Workload(int(parameters), activations)
-    return choose_plan(Train(global_batch=batch), work, Cluster.parse(cluster))
+    return choose_plan(Train(global_batch=batch, precision="bf16"), work, Cluster.parse(cluster))
 
 
 def state_bytes(plan: Plan, parameters: float) -> float:
