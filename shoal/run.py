@@ -51,11 +51,15 @@ class RunPolicy(Section):
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that it appears complete or not at all."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def append_json(path: Path, record: dict[str, Any]) -> None:
@@ -69,7 +73,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Records of a .jsonl file; a line cut short by a crash is left out."""
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             yield json.loads(line)
         except json.JSONDecodeError:

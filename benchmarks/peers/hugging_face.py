@@ -1,18 +1,16 @@
-"""Hugging Face's Llama at a setting's dimensions, with random weights."""
+"""Hugging Face's Llama at a setting's dimensions, with the product's initial weights."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.peers.measure import Peer
+from benchmarks.peers.measure import Peer, product_weights
 
 
 def build(peer: Peer) -> Any:
-    """LlamaForCausalLM in fp32 on the device, equal on every rank; SDPA attention."""
+    """LlamaForCausalLM in fp32 on the device; SDPA attention."""
     from transformers import LlamaConfig, LlamaForCausalLM  # pyrefly: ignore[missing-import]
 
     dims = peer.setting.dims
@@ -30,24 +28,34 @@ def build(peer: Peer) -> Any:
         use_cache=False,
         attn_implementation="sdpa",
     )
-    torch.manual_seed(0)
     with peer.device:
         model = LlamaForCausalLM(config)
-    _initialise(model, peer)
+    product_weights(model, peer, product_name)
     return model.train()
 
 
-@torch.no_grad()
-def _initialise(model: nn.Module, peer: Peer) -> None:
-    """The distribution of the product's Llama: projections onto the residual stream start smaller."""
-    generator = torch.Generator(peer.device).manual_seed(0)
-    residual_std = 0.02 / math.sqrt(2 * peer.setting.dims.layers)
-    for name, parameter in model.named_parameters():  # a tied weight comes once
-        if parameter.dim() > 1:
-            is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            parameter.normal_(0.0, residual_std if is_residual else 0.02, generator=generator)
-        else:
-            parameter.fill_(1.0)
+PRODUCT_NAMES = {
+    "model.embed_tokens": "embedding",
+    "model.layers.": "blocks.",
+    "self_attn.q_proj": "attention.query",
+    "self_attn.k_proj": "attention.key",
+    "self_attn.v_proj": "attention.value",
+    "self_attn.o_proj": "attention.output",
+    "mlp.gate_proj": "feed_forward.gate",
+    "mlp.up_proj": "feed_forward.up",
+    "mlp.down_proj": "feed_forward.down",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "feed_forward_norm",
+    "model.norm": "norm",
+    "lm_head": "head",
+}
+
+
+def product_name(name: str) -> str:
+    """The product's name of a parameter: `model.layers.0.mlp.up_proj.weight` is `blocks.0.feed_forward.up.weight`."""
+    for theirs, ours in PRODUCT_NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
 
 
 def loss_of(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from benchmarks.machine import version_of
 from benchmarks.setting import Setting, read_setting
 from shoal.data.batches import batches, open_dataset
+from shoal.models.llama import Llama
+from shoal.parallel.initialise import seed_of
 from shoal.plan import Plan
 
 GIB = 1024**3
@@ -67,6 +70,29 @@ def adamw(model: nn.Module, peer: Peer) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+
+
+@torch.no_grad()
+def product_weights(model: nn.Module, peer: Peer, product_name: Callable[[str], str] = str) -> None:
+    """Give every parameter the initial value that the product gives it, so that all rows start from equal weights.
+
+    Args:
+        product_name: from a parameter's name here to its name in `shoal.models.llama.Llama`.
+    """
+    seed = peer.setting.job.train.seed
+    with torch.device("meta"):
+        product = Llama(peer.setting.dims)
+
+    def whole(item: tuple[str, nn.Parameter]) -> Tensor:
+        name = product_name(item[0])
+        tensor = torch.empty(item[1].shape)
+        product.init_parameter(name, tensor, torch.Generator().manual_seed(seed_of(seed, name)))
+        return tensor
+
+    named = list(model.named_parameters())  # a tied weight comes once
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        for (_, parameter), tensor in zip(named, pool.map(whole, named), strict=True):
+            parameter.copy_(tensor)
 
 
 def measure(train: Train, peer: Peer) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.peers.measure import Peer, adamw, join, measure, read_arguments
+from benchmarks.peers.measure import Peer, adamw, join, measure, product_weights, read_arguments
 from shoal.models.llama import Llama
 
 ATTENTION = [
@@ -48,13 +48,10 @@ def main() -> None:
 
 
 def build(peer: Peer) -> Llama:
-    """The model with equal weights on every rank, drawn on the device."""
-    generator = torch.Generator(peer.device).manual_seed(0)
+    """The model on the device, with the product's initial weights."""
     with peer.device:
         model = Llama(peer.setting.dims)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            model.init_parameter(name, parameter, generator)
+    product_weights(model, peer)
     return model
 
 

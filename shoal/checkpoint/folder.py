@@ -66,8 +66,8 @@ def inspect(path: Path) -> Checkpoint | Refused:
         return Refused(path, f"no {COMMIT}: the save did not finish")
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        sizes = manifest["files"]
-    except (OSError, ValueError, KeyError) as error:
+        sizes = dict(manifest["files"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return Refused(path, f"{MANIFEST} cannot be read: {error}")
     for name, size in sizes.items():
         there = (path / name).stat().st_size if (path / name).exists() else None

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 Point = tuple[float, float]
@@ -29,7 +30,7 @@ class Series(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """Series over steps. `marks` are steps with an upright line, such as where a run was resumed."""
+    """Series over steps. `marks` are steps after which a run was resumed."""
 
     title: str
     series: Sequence[Series]
@@ -60,30 +61,33 @@ def line_chart(chart: Chart) -> str:
     across = axis([x for series in drawn for x, _ in series.points], whole=True, tight=True)
     up = axis(heights, from_zero=chart.from_zero, log=not chart.from_zero and _is_spread(heights))
     title = chart.title + (" (log scale)" if up.log else "")
-    marks = [_mark(across.place(x)) for x in chart.marks if across.low <= x <= across.high]
+    marks = [_mark(across.place(x)) for x in chart.marks if across.low <= x < across.high]
     shapes = [_shape(series, across, up) for series in drawn]
     picture = "".join([_grid(across, up), *marks, *shapes])
     label = f"{title}: from {short(heights[0])} to {short(heights[-1])}"
-    return _figure(title, _legend(drawn), _box(picture, label, _hover(drawn, across, up), "step"))
+    return _figure(
+        title, _legend(drawn, bool(marks)), _box(picture, label, _hover(drawn, across, up), "step")
+    )
 
 
-def bar_chart(title: str, values: Sequence[float], unit: str) -> str:
+def bar_chart(title: str, by_rank: Mapping[int, float], unit: str) -> str:
     """A bar for each rank, from 0."""
-    if not values:
+    if not by_rank:
         return _figure(title, "", '<p class="none">no values</p>')
+    values = list(by_rank.values())
     up = axis(values, from_zero=True)
     slot = 100 / len(values)
     width = min(0.7 * slot, 12.0)
     picture, hover = [_grid(None, up)], []
-    for rank, value in enumerate(values):
-        middle, height = (rank + 0.5) * slot, 100 * up.place(value)
+    for index, (rank, value) in enumerate(by_rank.items()):
+        middle, height = (index + 0.5) * slot, 100 * up.place(value)
         picture.append(
             f'<rect class="c1" x="{middle - width / 2:.3f}%" y="{100 - height:.2f}%" width="{width:.3f}%" '
             f'height="{height:.2f}%"/>'
         )
         if len(values) <= 8:
             picture.append(_text(f"{middle:.2f}%", f"{100 - height:.2f}%", short(value), dy=-5))
-        if rank % math.ceil(len(values) / 8) == 0:
+        if index % math.ceil(len(values) / 8) == 0:
             picture.append(_text(f"{middle:.2f}%", "100%", str(rank), dy=18))
         hover.append((middle, 100 - height, f"rank {rank}: {short(value)} {unit}"))
     label = f"{title}: {short(min(values))} to {short(max(values))} {unit}"
@@ -147,15 +151,20 @@ def decimate(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """An exponential mean over about a fiftieth of the points; nothing if they are few."""
+    """Means by weights that fall exponentially to both sides, over about a fiftieth of the points; nothing if they are few."""
     if len(points) < 20:
         return []
     keep = 1 - 2 / (max(5.0, len(points) / 50) + 1)
-    total, weight, smoothed = 0.0, 0.0, []
-    for x, y in points:
-        total, weight = keep * total + (1 - keep) * y, keep * weight + (1 - keep)
-        smoothed.append((x, total / weight))
-    return smoothed
+    sums = _both_sides([y for _, y in points], keep)
+    weights = _both_sides([1.0] * len(points), keep)
+    return [(x, total / weight) for (x, _), total, weight in zip(points, sums, weights, strict=True)]
+
+
+def _both_sides(values: Sequence[float], keep: float) -> list[float]:
+    """The sum over all j of `keep ** |i - j| * values[j]`, for each i."""
+    before = list(accumulate(values, lambda total, value: keep * total + value))
+    after = list(accumulate(reversed(values), lambda total, value: keep * total + value))
+    return [left + right - value for left, right, value in zip(before, reversed(after), values, strict=True)]
 
 
 def short(value: float) -> str:
@@ -170,7 +179,7 @@ def short(value: float) -> str:
         if least <= size < 1e15:
             return f"{value / (1e3 if letter == 'k' else least):.3g}{letter}"
     if value == 0 or 1e-3 <= size < 1e4:
-        return f"{value:.4g}"
+        return f"{value:,.4g}"
     mantissa, exponent = f"{value:.2e}".split("e")
     return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
@@ -179,14 +188,15 @@ def _figure(title: str, legend: str, body: str) -> str:
     return f"<figure><figcaption><b>{escape(title)}</b>{legend}</figcaption>{body}</figure>"
 
 
-def _legend(series: Sequence[Series]) -> str:
-    if len(series) < 2:
+def _legend(series: Sequence[Series], resumed: bool) -> str:
+    if len(series) < 2 and not resumed:
         return ""
     items = (
         f'<span class="key"><i class="{one.kind} c{one.color}"></i>{escape(one.name)}</span>'
         for one in series
     )
-    return f'<span class="keys">{"".join(items)}</span>'
+    mark = '<span class="key"><i class="upright"></i>resumed</span>' if resumed else ""
+    return f'<span class="keys">{"".join(items)}{mark}</span>'
 
 
 def _box(picture: str, label: str, hover: Sequence[tuple[float, float, str]], under: str) -> str:

@@ -35,8 +35,9 @@ figcaption { display: flex; flex-wrap: wrap; gap: 2px 16px; font-size: 14px; mar
 .keys { display: flex; flex-wrap: wrap; gap: 2px 14px; color: var(--soft); font-size: 13px; }
 .key i { display: inline-block; width: 14px; height: 0; border-top: 2px solid; margin-right: 5px; vertical-align: middle; }
 .key i.faint { opacity: .45; } .key i.dots { width: 8px; height: 8px; border: 4px solid; border-radius: 4px; }
+.key i.upright { width: 0; height: 12px; border: 0; border-left: 1px dashed; }
 .key i.crosses { width: 2px; height: 10px; border: 1px solid; }
-.chart { position: relative; height: 190px; margin: 0 10px 0 46px; } figure:first-child .chart { height: 270px; }
+.chart { position: relative; height: 190px; margin: 0 16px 0 46px; } figure:first-child .chart { height: 270px; }
 .chart > svg { width: 100%; height: 100%; overflow: visible; display: block; }
 .chart text { fill: var(--soft); font-size: 12px; font-variant-numeric: tabular-nums; }
 .under { margin: 20px 0 0; text-align: center; color: var(--soft); font-size: 12px; }
@@ -56,15 +57,21 @@ circle { stroke: var(--card); stroke-width: 1.5; }
   background: var(--card); }
 table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 6px 14px; vertical-align: top; border-bottom: 1px solid var(--line); }
-tbody tr:last-child td { border-bottom: 0; } th { color: var(--soft); font-weight: 500; } td { overflow-wrap: anywhere; }
-td:last-child { min-width: 220px; } time { white-space: nowrap; } .numbers td, .numbers th { text-align: right; min-width: 0; }
+tbody tr:last-child td { border-bottom: 0; } th { color: var(--soft); font-weight: 500; } th, td { white-space: nowrap; }
+td:last-child { white-space: normal; overflow-wrap: anywhere; min-width: 240px; }
+.numbers td, .numbers th { text-align: right; min-width: 0; white-space: nowrap; }
 pre { margin: 0; padding: 12px 16px; overflow: auto; max-height: 420px; border: 1px solid var(--line);
   border-radius: 8px; background: var(--card); font: 13px/1.5 ui-monospace, monospace; }
+header pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+section > p + pre, .wide + pre, header pre { margin-top: 12px; }
 details { margin-top: 10px; } summary { cursor: pointer; margin-bottom: 8px; }
 :focus-visible { outline: 2px solid var(--c1); outline-offset: 2px; }
 @media (max-width: 720px) { body { padding: 18px 12px 40px; } .charts { grid-template-columns: 1fr; }
   figure:first-child .chart { height: 220px; } h1 { font-size: 19px; } .tiles { grid-template-columns: 1fr 1fr; }
-  figure { padding: 10px 10px 6px; } th, td { padding: 6px 10px; } }
+  figure { padding: 10px 10px 6px; } th, td { padding: 6px 10px; } .stack thead { display: none; }
+  .stack tr { display: flex; flex-wrap: wrap; column-gap: 16px; padding: 6px 10px; border-bottom: 1px solid var(--line); }
+  .stack td { padding: 0; border: 0; } .stack td:last-child { flex-basis: 100%; } .stack tr:last-child { border: 0; }
+  .events td:nth-child(3):not(:empty)::before, .checkpoints td:first-child:not(:empty)::before { content: 'step '; } }
 """
 
 SCRIPT = """
@@ -126,7 +133,10 @@ def section(heading: str, *parts: str) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], label: str, kind: str = "") -> str:
-    """A table in a box that scrolls. Cells are HTML; columns and label are text."""
+    """A table in a box that scrolls; a narrow page shows the rows of one of kind `stack` as blocks.
+
+    Cells are HTML; columns and label are text.
+    """
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>\n" for row in rows)
     return (

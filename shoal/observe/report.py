@@ -34,7 +34,7 @@ NUM_ROWS = 20
 YEAR_3000 = 32_503_680_000
 
 DETAILS = {
-    "start": "{world_size} ranks, {plan}",
+    "start": "world size {world_size}, {plan}",
     "save": "{path}, {seconds} s",
     "step skipped": "loss {loss}, gradient norm {grad_norm}",
     "checkpoint refused": "{path}: {reason}",
@@ -183,7 +183,7 @@ def _speed_tile(rows: Sequence[StepRow], unit: str) -> Tile | None:
 def _amount_tile(rows: Sequence[StepRow], unit: str) -> Tile | None:
     if not rows:
         return None
-    seconds = sum(row.seconds or 0 for row in rows)
+    seconds = sum(max(row.seconds or 0, 0) for row in rows)
     return f"{unit} seen", short(sum(row.units or 0 for row in rows)), f"in {_duration(seconds)} of steps"
 
 
@@ -218,7 +218,7 @@ def _charts(story: Story) -> str:
         Chart("Learning rate", [Series("rate", "line", _points(rows, "lr"))], from_zero=True),
         Chart(f"{unit.capitalize()} a second", _with_smooth("speed", speed), from_zero=True),
     ]
-    memory = [story.memory.get(rank, 0) / GIB for rank in range(len(story.memory))]
+    memory = {rank: held / GIB for rank, held in story.memory.items()}
     return "\n".join([*map(line_chart, charts), bar_chart("Most memory by rank", memory, "GiB")])
 
 
@@ -248,7 +248,7 @@ def _events(story: Story) -> str:
         more = ("", f"{between:,} more", "", "in events.jsonl")
         rows = [*rows[:FIRST_EVENTS], more, *rows[-LAST_EVENTS:]]
     zone = datetime.now().astimezone().tzname()
-    return table((f"time ({zone})", "event", "step", "details"), rows, "events")
+    return table((f"time ({zone})", "event", "step", "details"), rows, "events", "stack events")
 
 
 def _event_rows(events: Sequence[Record]) -> list[tuple[str, str, str, str]]:
@@ -317,7 +317,7 @@ def _checkpoints(story: Story) -> str:
     ]
     if not rows:
         return "<p>There is none.</p>"
-    return table(("step", "size", "written", "folder"), rows, "checkpoints")
+    return table(("step", "size", "written", "folder"), rows, "checkpoints", "stack checkpoints")
 
 
 def _size(files: dict[str, int]) -> str:
@@ -334,9 +334,9 @@ def _commands(story: Story) -> str:
     elif story.ending.state in ("stopped", "failed", "gone") and story.job:
         again = "go on" if story.checkpoints else "train again, from the start"
         lines += [f"# {again}", f"shoal train {folder}"]
-    if story.checkpoints and story.unit == "tokens" and value_of(story.job, "data", "source") != "synthetic":
+    if story.checkpoints and value_of(story.job, "run", "data"):
         lines += ["# sample", f'shoal sample {folder} "def "']
-    return f"<br>{text_block(chr(10).join(lines), 'commands')}" if lines else ""
+    return text_block("\n".join(lines), "commands") if lines else ""
 
 
 def _numbers(story: Story) -> str:
@@ -369,7 +369,7 @@ def _settings(story: Story) -> list[str]:
     texts = dict(story.texts)
     plan = value_of(story.job, "plan")
     if "plan.toml" not in texts and isinstance(plan, dict):
-        texts["plan.toml"] = tomli_w.dumps({"plan": plan})
+        texts["plan.toml"] = tomli_w.dumps(plan)
     said = (("Job", "job.toml"), ("Plan", "plan.toml"), ("Cluster", "cluster.toml"))
     return [folded(name, text_block(texts[file], file)) for name, file in said if file in texts]
 

@@ -100,7 +100,7 @@ def read_story(run: Run) -> Story:
         unit=unit,
         evals=_evals(lines),
         events=events,
-        memory=_memory_by_rank(run.ranks, notes),
+        memory=_memory_by_rank(run.ranks, events, notes),
         ending=_ending(run, events, number(value_of(job, "run", "deadline_s")) or DEADLINE_S, notes),
         checkpoints=checkpoints,
         refused=refused,
@@ -193,11 +193,17 @@ def _evals(lines: list[Record]) -> list[tuple[int, float | None]]:
     return sorted(found.items())
 
 
-def _memory_by_rank(folder: Path, notes: list[str]) -> dict[int, int]:
-    """The most that each rank has said it holds. Files of many ranks are searched, not parsed: that is 10 times faster."""
+def _memory_by_rank(folder: Path, events: list[Record], notes: list[str]) -> dict[int, int]:
+    """The most that each rank has said it holds; ranks of an earlier, larger world do not count.
+
+    Files of many ranks are searched, not parsed: that is 10 times faster.
+    """
+    starts = [event.get("world_size") for event in events if event["event"] == "start"]
+    told = starts[-1] if starts else None
+    size = told if isinstance(told, int) else math.inf
     found = {}
     for path in folder.glob("*.jsonl"):
-        if path.stem.isdecimal():
+        if path.stem.isdecimal() and int(path.stem) < size:
             held = re.findall(r'"memory": ?(\d{1,18})[,}]', _text(path, notes))
             if held:
                 found[int(path.stem)] = max(map(int, held))
@@ -214,7 +220,7 @@ def _checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Refused]]:
 def _inspect(path: Path) -> Checkpoint | Refused:
     try:
         return inspect(path)
-    except (TypeError, AttributeError, OSError) as error:
+    except (TypeError, AttributeError, ValueError, OSError) as error:
         return Refused(path, f"its manifest is not understood: {error}")
 
 
