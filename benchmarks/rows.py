@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.setting import Setting
+from benchmarks.setting import ROOT, Setting
 from shoal.run import Run, read_json_lines
 
 GIB = 1024**3
@@ -76,7 +76,8 @@ def obstacle(row: Row, on_gpu: bool) -> str | None:
 
 
 def command_of(row: Row, setting: Setting, run_dir: Path) -> list[str]:
-    """The command line that a user would type."""
+    """The command line that a user would type in the repository's folder."""
+    job = str(setting.job_file.relative_to(ROOT))
     if row.plan:
         train = setting.job.train
         words = [
@@ -84,11 +85,11 @@ def command_of(row: Row, setting: Setting, run_dir: Path) -> list[str]:
             f"train.global_batch={train.global_batch}",
             f"run.dir={run_dir}",
         ]
-        return [sys.executable, "-m", "shoal", "train", str(setting.job_file), *row.plan, *words]
+        return [sys.executable, "-m", "shoal", "train", job, *row.plan, *words]
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={setting.ranks}"]
     meeting = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     module = ["-m", f"benchmarks.peers.{row.peer}"]
-    return [*torchrun, *meeting, *module, str(setting.job_file), f"--steps={setting.job.train.steps}"]
+    return [*torchrun, *meeting, *module, job, f"--steps={setting.job.train.steps}"]
 
 
 def free_port() -> int:

@@ -31,9 +31,8 @@ JOB_FILES = {"1b": JOBS / "llama_1b.toml", "tiny": JOBS / "tiny.toml"}
 CPU_RANKS = 2
 LEAST_S = 20.0  # a row with less time left is not begun
 ABOUT = (
-    "Median step over the steps after the warm-up. Every row reads the same tokens at the same rate with the same "
-    "optimizer; weights are drawn from the same distribution but differ between engines, so first losses are near "
-    "ln(vocabulary) and not equal. MFU counts full attention. Allocated and reserved: the allocator's peak, the most over "
+    "Median step over the steps after the warm-up. Every row starts from the same weights and reads the same tokens at the "
+    "same rate with the same optimizer. MFU counts full attention. Allocated and reserved: the allocator's peak, the most over "
     "the ranks (on a CPU: resident memory); in use: nvidia-smi's, the most over the GPUs. Clock and power: median over "
     "GPUs while the counted steps ran."
 )
@@ -149,7 +148,11 @@ def run_row(row: Row, bench: Bench, limit_s: float) -> dict[str, Any]:
         measured = read_run(run_dir, bench.setting) if row.plan else read_peer(ended.output)
     finally:
         shutil.rmtree(run_dir, ignore_errors=True)
-    record |= {"command": command, "wall_s": round(ended.seconds, 1), "exit_code": ended.code}
+    record |= {
+        "command": ["python", *command[1:]],
+        "wall_s": round(ended.seconds, 1),
+        "exit_code": ended.code,
+    }
     record["gpu"] = machine.summary(machine.read_samples(samples), measured.window if measured else None)
     if measured:
         peak = bench.machine["peak_flops"]

@@ -156,11 +156,9 @@ class Job(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         steps, optimizer = self.train.steps, self.optimizer
-        if optimizer.warmup > steps:
-            raise ValueError(f"optimizer.warmup = {optimizer.warmup} is more than train.steps = {steps}")
         if optimizer.schedule == "wsd" and optimizer.warmup + optimizer.decay > steps:
             raise ValueError(
-                f"optimizer.warmup + optimizer.decay = {optimizer.warmup + optimizer.decay} is more than "
+                f"optimizer.warmup = {optimizer.warmup} and optimizer.decay = {optimizer.decay} are together more than "
                 f"train.steps = {steps}"
             )
         return self

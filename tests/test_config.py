@@ -222,7 +222,7 @@ def test_a_value_out_of_range_names_key_value_and_range(word: str, shown: str, w
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        (["optimizer.warmup=200"], ["optimizer.warmup = 200", "train.steps = 100"]),
+        (["optimizer.schedule=wsd", "optimizer.decay=200"], ["optimizer.decay = 200", "train.steps = 100"]),
         (["optimizer.schedule=wsd"], ["optimizer", "decay"]),
         (["plan.zero=0", "plan.shard=2"], ["plan", "zero = 0", "shard = 2", "1, 2 or 3"]),
         (["model.family=lama"], ["model", "'lama'", "llama"]),

@@ -36,10 +36,11 @@ class _Preset(NamedTuple):
     rope_theta: float = 10_000.0
 
 
-# The first five are ours, for small machines, and take the tokenizer's vocabulary; from 433m on they are the
+# The first six are ours, for small machines, and take the tokenizer's vocabulary; from 433m on they are the
 # published Llama 3 dimensions (433m: a 12-layer cut of width 1024).
 _PRESETS = {
     "1m": _Preset(128, 4, 2, 1, 352, tied=True),
+    "2m": _Preset(192, 4, 3, 1, 512, tied=True),
     "5m": _Preset(256, 6, 4, 2, 704, tied=True),
     "25m": _Preset(512, 8, 8, 4, 1376, tied=True),
     "60m": _Preset(640, 12, 10, 5, 1728, tied=True),

@@ -86,20 +86,23 @@ def train_steps(training: Training, done: int, stop: StopFlag) -> tuple[int, boo
 
 
 class Clock:
-    """Seconds between the ends of steps."""
+    """Seconds between the ends of steps: by the device where it has a clock, since the host reads them late."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
+        self._before: StepResult | None = None
         self.skipped = 0
 
-    def lap(self) -> float:
+    def lap(self, result: StepResult) -> float:
+        """Seconds that a step took."""
         now = time.perf_counter()
-        self._last, seconds = now, now - self._last
-        return seconds
+        seconds = result.seconds_after(self._before) if self._before is not None else None
+        self._before, waited, self._last = result, now - self._last, now
+        return waited if seconds is None else seconds
 
     def restart(self) -> None:
         """Do not count what happened since the last lap."""
-        self._last = time.perf_counter()
+        self._last, self._before = time.perf_counter(), None
 
 
 def _periods(settings: Settings) -> tuple[int, int]:
@@ -155,7 +158,7 @@ def _report(training: Training, unread: list[StepResult], clock: Clock, *, leave
     while len(unread) > leave:
         result = unread.pop(0)
         numbers = result.numbers  # waits for the step
-        metrics = _measure(training, result, clock.lap())
+        metrics = _measure(training, result, clock.lap(result))
         training.metrics.write(metrics)
         training.progress.step(metrics)
         clock.skipped = clock.skipped + 1 if numbers.skipped else 0

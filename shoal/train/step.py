@@ -64,8 +64,15 @@ class StepResult:
             # copied now, since a copy that is asked for later waits for all that was launched in between
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event()
+            self._arrived = torch.cuda.Event(enable_timing=True)
             self._arrived.record()
+
+    def seconds_after(self, earlier: StepResult) -> float | None:
+        """From the end of an earlier step to the end of this one, by the device's clock; None on a CPU."""
+        if self._arrived is None or earlier._arrived is None:
+            return None
+        self._arrived.synchronize()
+        return earlier._arrived.elapsed_time(self._arrived) / 1000
 
     @property
     def numbers(self) -> Numbers:
@@ -209,7 +216,7 @@ class Step:
         total = torch.zeros((), dtype=self._sum_type, device=self.world.device)
         for copies in sorted(set(self._copies)):
             parts = [part for part, held in zip(gradients, self._copies, strict=True) if held == copies]
-            total += nn.utils.get_total_norm(parts).to(total.dtype).square() / copies
+            total += sum_of_squares(parts).to(total.dtype) / copies
         return total
 
     def _copies_of(self, parameter: Tensor) -> int:
@@ -225,6 +232,17 @@ class Step:
         """Everything beside the weights that the next step depends on, by name; tensors are updated in place."""
         scale = self._loss_scale.state() if self._loss_scale is not None else {}
         return {**{f"optimizer.{name}": value for name, value in self.optimizer.state().items()}, **scale}
+
+
+def sum_of_squares(parts: list[Tensor]) -> Tensor:
+    """Over all elements of all tensors.
+
+    On a CPU row by row and then in fp64: one long fp32 sum, as a whole tensor's norm is there, is off by 1e-6.
+    """
+    if parts[0].is_cuda:
+        return nn.utils.get_total_norm(parts).square()
+    rows = [torch.linalg.vector_norm(part, dim=-1).double().square().sum() for part in parts]
+    return torch.stack(rows).sum()
 
 
 def to_device(data: Any, device: torch.device) -> Any:

@@ -69,7 +69,8 @@ def test_state_takes_less_than_half_of_memory_unless_nothing_would(
     ("cluster", "parameters", "expected"),
     [
         ("1 h100", 1e9, "one device"),
-        ("8 h100", 1e9, "replicate 8"),
+        ("8 h100", 1e8, "replicate 8"),
+        ("8 h100", 1e9, "shard 8 (ZeRO-2)"),
         ("2 cpu", 1e12, "replicate 2"),  # memory is not known, so that it is not the reason
         ("8 h100", 8e9, "shard 8 (ZeRO-2)"),
         ("4x8 h100", 8e9, "replicate 4 x shard 8 (ZeRO-2)"),
