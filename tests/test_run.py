@@ -117,3 +117,30 @@ def test_events_tell_what_and_when(tmp_path: Path) -> None:
 def test_a_run_directory_stands_for_its_job_file(tmp_path: Path) -> None:
     assert job_file_of(tmp_path) == tmp_path / "job.toml"
     assert job_file_of(tmp_path / "other.toml") == tmp_path / "other.toml"
+
+
+def test_a_directory_is_held_by_one_run_at_a_time(tmp_path: Path) -> None:
+    run = Run(tmp_path / "a b")
+    run.create()
+    with (
+        run.locked(),
+        pytest.raises(ValueError, match="in use by another run"),
+        Run(tmp_path / "a b").locked(),
+    ):
+        pass
+    with run.locked():
+        pass
+
+
+def test_setting_aside_keeps_everything_and_numbers_the_folders(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.create()
+    assert run.set_aside() is None
+    for number in (1, 2):
+        run.event("start", number=number)
+        run.job_file.write_text("x")
+        (run.checkpoints / "step-00000001").mkdir()
+        assert run.set_aside() == run.path / f"earlier-{number}"
+        assert not run.events_file.exists() and not any(run.checkpoints.iterdir())
+        kept = run.path / f"earlier-{number}"
+        assert {path.name for path in kept.iterdir()} == {"events.jsonl", "job.toml", "checkpoints"}

@@ -26,6 +26,24 @@ PEER_GONE = re.compile(
 )
 
 
+class RankFiles(NamedTuple):
+    """The files of one rank in a run's `ranks` folder."""
+
+    log: Path
+    status: Path
+    error: Path
+    stack: Path
+
+    @classmethod
+    def of(cls, folder: Path, rank: int) -> RankFiles:
+        return cls(*(folder / f"{rank}.{name}" for name in ("log", "status", "error.json", "stack")))
+
+    def clear(self) -> None:
+        """Remove what an earlier run left; logs grow on."""
+        for path in (self.status, self.error, self.stack):
+            path.unlink(missing_ok=True)
+
+
 class RankError(NamedTuple):
     """One rank's exception; `secondary` guesses that it tells of another rank's end; `time` since 1970."""
 

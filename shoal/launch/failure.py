@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.launch.errors import SHOAL, RankError, is_user_file, read_error
-from shoal.launch.worker import RankFiles
+from shoal.launch.errors import SHOAL, RankError, RankFiles, is_user_file, read_error
 from shoal.observe.host import Memory
 from shoal.observe.status import Status, read_status
 

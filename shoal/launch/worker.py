@@ -13,10 +13,10 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple, TextIO, cast
+from typing import TYPE_CHECKING, TextIO, cast
 
 from shoal.config import Settings
-from shoal.launch.errors import RankError, describe
+from shoal.launch.errors import RankError, RankFiles, describe
 from shoal.observe import host
 from shoal.observe.status import RankStatus
 from shoal.run import Run
@@ -28,24 +28,6 @@ TRAIN = "shoal.train.loop:train"
 SAME_STOP_S = 2.0  # a terminal and a launcher both pass on one Ctrl-C; what comes so close is one request
 
 Target = Callable[[Settings, "World", RankStatus, "StopFlag"], None]
-
-
-class RankFiles(NamedTuple):
-    """The files of one rank in a run's `ranks` folder."""
-
-    log: Path
-    status: Path
-    error: Path
-    stack: Path
-
-    @classmethod
-    def of(cls, folder: Path, rank: int) -> RankFiles:
-        return cls(*(folder / f"{rank}.{name}" for name in ("log", "status", "error.json", "stack")))
-
-    def clear(self) -> None:
-        """Remove what an earlier run left; logs grow on."""
-        for path in (self.status, self.error, self.stack):
-            path.unlink(missing_ok=True)
 
 
 @dataclass(eq=False)

@@ -1,0 +1,107 @@
+"""A run goes on only where the numbers of its done steps stay true."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shoal.checkpoint.folder import list_checkpoints
+from shoal.config import Settings
+from shoal.plan import Plan
+from shoal.run import read_json_lines
+from tests.ranks import run_ranks
+from tests.train.test_loop import STEPS, losses, run, settings_for
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    run_ranks(1, run, settings_for(folder, Plan(), checkpoint={"every": 4, "keep": 3}))
+    return folder
+
+
+@pytest.fixture
+def done(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [
+        ({"model": {"ffn": 64}}, "model.ffn = 64, was 48"),
+        ({"train": {"seed": 1}}, "train.seed = 1, was 0"),
+        ({"train": {"global_batch": 4}}, "train.global_batch = 4, was 8"),
+        ({"train": {"precision": "bf16"}}, "train.precision = 'bf16', was 'fp32'"),
+        ({"data": {"seq_len": 8}}, "data.seq_len = 8, was 16"),
+        ({"optimizer": {"name": "sgd"}}, "optimizer.name = 'sgd', was 'adamw'"),
+    ],
+)
+def test_other_numbers_are_refused_by_name(table: dict, key: str, done: Path) -> None:
+    with pytest.raises(ValueError, match="other numbers") as caught:
+        run_ranks(1, run, settings_for(done, Plan(), **table))
+    assert key in str(caught.value)
+
+
+def test_more_steps_and_another_rate_are_taken_up(done: Path) -> None:
+    run_ranks(1, run, settings_for(done, Plan(), train={"steps": STEPS + 3}, optimizer={"lr": 1e-3}))
+    assert [step for step, _, _ in losses(done)] == list(range(1, STEPS + 4))
+    assert list_checkpoints(done / "checkpoints")[0][-1].step == STEPS + 3
+
+
+def test_beginning_anew_sets_aside_what_was_there(done: Path) -> None:
+    before = losses(done)
+    run_ranks(1, run, settings_for(done, Plan(), run={"resume": False}, train={"seed": 1}))
+    assert losses(done / "earlier-1") == before
+    assert [c.step for c in list_checkpoints(done / "earlier-1" / "checkpoints")[0]] == [4, 8, 12]
+    assert len(losses(done)) == STEPS and losses(done) != before
+    assert [c.step for c in list_checkpoints(done / "checkpoints")[0]] == [12]
+
+
+def test_a_damaged_newest_checkpoint_is_left_out_and_said(done: Path) -> None:
+    reference = losses(done)
+    newest = done / "checkpoints" / "step-00000012"
+    file = next(newest.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    run_ranks(1, run, settings_for(done, Plan()))
+    assert losses(done) == reference  # steps 9 to 12 were taken again, to the bit
+    refused = [
+        event for event in read_json_lines(done / "events.jsonl") if event["event"] == "checkpoint refused"
+    ]
+    assert refused and file.name in refused[0]["reason"]
+
+
+def test_a_run_that_is_done_trains_no_step_and_ends_well(done: Path) -> None:
+    before = losses(done)
+    run_ranks(1, run, settings_for(done, Plan()))
+    assert losses(done) == before
+
+
+def test_a_checkpoint_that_cannot_be_written_names_the_folder_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file where a folder should be")
+    with pytest.raises(Exception, match=r"checkpoints") as caught:
+        run_ranks(2, run, settings_for(tmp_path, Plan(replicate=2)))
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_every_run_leaves_a_report_and_what_it_was(finished: Path) -> None:
+    for name in ("job.toml", "plan.toml", "cluster.toml", "report.html", "metrics.jsonl", "events.jsonl"):
+        assert (finished / name).stat().st_size > 0
+    manifest = json.loads((finished / "checkpoints" / "step-00000012" / "manifest.json").read_text())
+    assert (
+        Settings.from_toml((finished / "job.toml").read_text()).job.model_dump(mode="json") == manifest["job"]
+    )
+
+
+def test_tensorboard_gets_the_metrics_when_asked(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_ranks(1, run, settings_for(tmp_path, Plan(), run={"tensorboard": True}))
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    scalars = events.Scalars("loss")
+    assert [(event.step, pytest.approx(event.value)) for event in scalars] == [
+        (s, loss) for s, loss, _ in losses(tmp_path)
+    ]
