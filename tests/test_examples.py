@@ -94,3 +94,18 @@ def test_the_digits_script_as_it_stands_reads_nine_of_ten_digits_it_has_not_seen
     word, accuracy, *_ = ran.stdout.splitlines()[-1].split()
     assert word == "accuracy"
     assert float(accuracy) > 0.9
+
+
+def test_the_table_of_same_numbers_has_equal_rows() -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/same_numbers.py", "--steps=4", "--only=2"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    one, two = done.stdout.splitlines()[2:]
+    numbers = [[float(cell) for cell in row.split("|")[2:-1]] for row in (one, two)]
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
+    assert numbers[0][0] == pytest.approx(7.67, abs=0.05)  # ln(2048) and a little, since the head is tied
