@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 
 import torch
@@ -101,11 +101,30 @@ def _prepare_units(
                 forward, list(unit.modules()), types.compute, cast_inputs=cast_unit_inputs
             )
         if plan.recompute == "full":
-            forward = wraps(forward)(partial(checkpoint, forward, use_reentrant=False))
+            forward = wraps(forward)(
+                partial(checkpoint, forward, use_reentrant=False, context_fn=partial(_contexts, unit))
+            )
         unit.forward = forward
     if cast:
         rest = [module for module in model.modules() if module not in in_units]
         model.forward = cast_while_running(model.forward, rest, types.compute, cast_inputs=True)
+
+
+def _contexts(unit: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of the first run of a unit and of its recomputation."""
+    return nullcontext(), _buffers_kept(unit)
+
+
+@contextmanager
+def _buffers_kept(unit: nn.Module) -> Iterator[None]:
+    """Undo what a second run does to buffers: running statistics are to see each batch once."""
+    before = [(buffer, buffer.detach().clone()) for buffer in unit.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
 
 
 @torch.no_grad()
@@ -124,11 +143,18 @@ def _move_rest(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def synchronise_buffers(model: nn.Module, world: World) -> None:
-    """Make floating-point buffers (running statistics) the mean over all ranks. Collective."""
+    """Make floating-point buffers that differ between ranks (running statistics) their mean over all ranks. Collective.
+
+    Those that are equal are kept to the bit: a sum over 3 ranks, divided by 3, would let constants drift.
+    """
     for buffer in model.buffers():
-        if world.size > 1 and buffer.is_floating_point():
-            dist.all_reduce(buffer)
-            buffer /= world.size
+        if world.size == 1 or not buffer.is_floating_point():
+            continue
+        least, most, mean = buffer.clone(), buffer.clone(), buffer.clone()
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        dist.all_reduce(mean)
+        buffer.copy_(torch.where(least == most, buffer, mean / world.size))
 
 
 @contextmanager
