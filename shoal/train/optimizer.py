@@ -111,9 +111,11 @@ def _kinds(settings: Optimizer) -> tuple[str, ...]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
+    """This rank's part of a tensor, sharing its memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        return tensor.to_local()
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:

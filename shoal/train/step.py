@@ -162,11 +162,12 @@ class Step:
 
     def _forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> tuple[Tensor, Tensor]:
         """Gradients of the factored sum of losses; returns this rank's (sum of losses, weight)."""
-        self.model.train()
+        if not self.model.training:
+            self.model.train()
         total = torch.zeros(2, dtype=self._sum_type, device=self.world.device)
         for index, micro in enumerate(micro_batches):
             # dropout depends on the samples' place in the run, not on the rank that has them
-            torch.manual_seed(seed_of(self._seed, "step", micro.first))
+            seed_device(self.world.device, seed_of(self._seed, "step", micro.first))
             with accumulation(self.model, self.plan, last=index == len(micro_batches) - 1):
                 data = to_device(micro.data, self.world.device)
                 loss = self.objective.loss(self.objective.forward(self.model, data), data)
@@ -234,6 +235,16 @@ class Step:
         return {**{f"optimizer.{name}": value for name, value in self.optimizer.state().items()}, **scale}
 
 
+def seed_device(device: torch.device, seed: int) -> None:
+    """Seed what draws on a device.
+
+    torch.manual_seed would, where CUDA is not in use, note a call for later with a stack trace: 1.5 ms a step, for ever kept.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
 def sum_of_squares(parts: list[Tensor]) -> Tensor:
     """Over all elements of all tensors.
 
@@ -241,8 +252,8 @@ def sum_of_squares(parts: list[Tensor]) -> Tensor:
     """
     if parts[0].is_cuda:
         return nn.utils.get_total_norm(parts).square()
-    rows = [torch.linalg.vector_norm(part, dim=-1).double().square().sum() for part in parts]
-    return torch.stack(rows).sum()
+    rows = [torch.linalg.vector_norm(part, dim=-1).reshape(-1) for part in parts]
+    return torch.cat(rows).double().square_().sum()
 
 
 def to_device(data: Any, device: torch.device) -> Any:
