@@ -61,7 +61,7 @@ def test_the_vocabulary_is_the_tables_or_the_presets_or_the_tokenizers() -> None
 @pytest.mark.parametrize(
     ("table", "named"),
     [
-        ({"preset": "6m"}, r"model\.preset = '6m' is unknown; presets: 1m, 5m"),
+        ({"preset": "6m"}, r"model\.preset = '6m' is unknown; presets: 1m, 2m, 5m"),
         (
             {"dim": 96, "heads": 5},
             r"model\.heads = 5 does not divide model\.dim = 96; such as \[3, 4, 6\] do",
