@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shoal.checkpoint.folder import Checkpoint, Refused, commit, inspect, list_checkpoints, prune, start
 from shoal.parallel.replicate import core
+from shoal.parallel.shard import reshard
 from shoal.version import __version__
 from shoal.world import World
 
@@ -30,6 +31,7 @@ class CheckpointError(RuntimeError):
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name; tied parameters once."""
     model = core(model)
+    reshard(model)
     parameters = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     return parameters | {f"buffer.{name}": buffer for name, buffer in model.named_buffers()}
 

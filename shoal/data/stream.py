@@ -15,7 +15,8 @@ from torch.utils.data._utils import worker as worker_state
 
 from shoal.data.cut import Cut, MicroBatch, StepBatch, WorldLike
 from shoal.data.prefetch import DataError, at_step
-from shoal.data.user import collate_of, seed_random
+from shoal.data.user import collate_of
+from shoal.randomness import seed_random
 
 HAS_TEMPLATE, HAS_DATA = 1, 2
 POLL_S = (50e-6, 2e-3)

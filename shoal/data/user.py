@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import random
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from shoal.data.cut import Portions
 from shoal.data.prefetch import DataError
 from shoal.imports import call_object, load_object
+from shoal.randomness import random_state_kept, seed_random
 
 DEATH_SETTLE_S = 0.2
 
@@ -74,26 +71,6 @@ def is_iterable(thing: Any) -> bool:
 def collate_of(dataset: Any) -> Collate:
     """How samples become a micro-batch: the dataset's `collate_fn`, else torch's `default_collate`."""
     return getattr(dataset, "collate_fn", None) or default_collate
-
-
-def seed_random(key: str) -> None:
-    """Seed Python's, numpy's and torch's (CPU) global random numbers from a name."""
-    digest = hashlib.blake2b(key.encode(), digest_size=32).digest()
-    random.seed(digest)
-    np.random.seed(np.frombuffer(digest, dtype="<u4"))
-    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
-@contextmanager
-def random_state_kept() -> Generator[None]:
-    """Undo what the block does to the global random numbers (CPU)."""
-    python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(pytorch)
 
 
 class SeededDataset(Dataset[Any]):

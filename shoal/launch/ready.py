@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from shoal.check import check, check_model
 from shoal.cluster import Cluster
 from shoal.config import ConfigError, Settings
@@ -18,6 +16,7 @@ from shoal.data.text import source_kind
 from shoal.job import Job
 from shoal.models.build import builder
 from shoal.models.presets import LlamaDims, num_parameters, resolve
+from shoal.parallel.initialise import build_on_meta
 from shoal.plan import Plan
 from shoal.planner.choose import Workload, choose_plan, require_even
 from shoal.world import detect_cluster
@@ -127,9 +126,8 @@ def workload(settings: Settings) -> Workload:
     if settings.model.family == "llama":
         dims = resolve(settings.model, vocab)
         return Workload(num_parameters(dims), _llama_activations(dims, settings.job))
-    with torch.device("meta"):
-        model = builder(settings.model, vocab)()
-    return Workload(sum(parameter.numel() for parameter in model.parameters()), 0)
+    model = build_on_meta(builder(settings.model, vocab))
+    return Workload(0 if model is None else sum(parameter.numel() for parameter in model.parameters()), 0)
 
 
 def _llama_activations(dims: LlamaDims, job: Job) -> int:

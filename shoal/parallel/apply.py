@@ -50,7 +50,7 @@ def parallelize(
     mesh = world.mesh(plan)
     types = types_of(precision)
     built = model if isinstance(model, nn.Module) else build(model, seed)
-    built.to(types.master)
+    _to_master(built, types.master)
     if isinstance(model, nn.Module):
         _take_from_rank_0(built, world)
     cast_unit_inputs = bool(getattr(built, "cast_unit_inputs", True))
@@ -63,7 +63,24 @@ def parallelize(
     _move_rest(built, world.device)
     if plan.shard > 1:
         return built
-    return apply_replicate(built, plan, mesh, may_skip_parameters=init_parameter is None)
+    return apply_replicate(
+        built, plan, mesh, may_skip_parameters=not getattr(built, "uses_every_parameter", False)
+    )
+
+
+@torch.no_grad()
+def _to_master(model: nn.Module, master: torch.dtype) -> None:
+    """Give floating-point parameters and buffers the master type; `Module.to` would make complex ones real too."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex() and parameter.requires_grad:
+            raise ValueError(
+                f"parameter {name!r} is complex, which the fused optimizers do not take; hold torch.view_as_real of it "
+                "and use torch.view_as_complex in forward"
+            )
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            # contiguous: sharding cuts memory, and does not take channels_last
+            tensor.data = tensor.data.to(master).contiguous()
 
 
 def _required(init_parameter: InitParameter | None, model: nn.Module) -> InitParameter:

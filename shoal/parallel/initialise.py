@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shoal.parallel.replicate import core
+from shoal.parallel.shard import reshard
+from shoal.randomness import random_state_kept, seed_random
 
 InitParameter = Callable[[str, Tensor, torch.Generator], None]
 """Sets one whole parameter, given by its name, to its initial value in place."""
@@ -45,13 +47,21 @@ def build(builder: Callable[[], nn.Module], seed: int) -> nn.Module:
     Raises:
         TypeError: the builder returned something else than an nn.Module.
     """
-    with torch.device("meta"):
-        model = _called(builder)
-    if initialiser_of(model):
+    model = build_on_meta(builder)
+    if model is not None and initialiser_of(model):
         return model
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_of(seed, "build"))
+    with random_state_kept():
+        seed_random(f"{seed}/build")
         return _called(builder)
+
+
+def build_on_meta(builder: Callable[[], nn.Module]) -> nn.Module | None:
+    """The model without storage; None for a builder that needs real tensors, such as for `.item()`."""
+    try:
+        with torch.device("meta"):
+            return builder()
+    except Exception:  # whatever it is, the real build raises it too, or does not have it
+        return None
 
 
 def _called(builder: Callable[[], nn.Module]) -> nn.Module:
@@ -133,6 +143,7 @@ def copy_whole(parameter: Tensor, whole: Tensor) -> None:
 def weights_hash(model: nn.Module) -> str:
     """sha256 over the names and bytes of all whole parameters; equal for every plan. Collective for sharded models."""
     digest = hashlib.sha256()
+    reshard(model)
     for name, parameter in sorted(core(model).named_parameters()):
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         digest.update(name.encode())

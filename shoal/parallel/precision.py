@@ -6,7 +6,8 @@ sharding, `fully_shard` casts what it gathers; a whole model is cast here, unit 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -77,6 +78,19 @@ def _casted(modules: list[nn.Module], compute: torch.dtype) -> Iterator[None]:
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Every floating-point tensor in nested tuples, lists and dicts, cast."""
     return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in nested tuples, lists, dicts and dataclasses."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = vars(value)
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return (
+        [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, list | tuple) else []
+    )
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -69,6 +69,13 @@ def sum_whole_gradients(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = gradient.view_as(parameter)
 
 
+def reshard(model: nn.Module) -> None:
+    """Free gathered parameters, so that the model's own are the masters again: what is saved, hashed and updated."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _policy(types: Types, cast_inputs: bool) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
         param_dtype=types.compute, reduce_dtype=types.master, cast_forward_inputs=cast_inputs

@@ -25,11 +25,12 @@ def find_units(model: nn.Module) -> list[Unit]:
         >>> [unit.name for unit in find_units(nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(2, 2) for _ in "ab")}))]
         ['blocks.0', 'blocks.1']
     """
-    return list(_units("", model))
+    seen: set[nn.Module] = set()  # a stack that the model holds under two names is one
+    return [unit for unit in _units("", model) if unit.module not in seen and not seen.add(unit.module)]
 
 
 def _units(prefix: str, module: nn.Module) -> Iterator[Unit]:
-    for name, child in module.named_children():
+    for name, child in module.named_children():  # each once, whatever names it has here
         path = f"{prefix}{name}"
         repeated = _repeated(child)
         if repeated:

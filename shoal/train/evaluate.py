@@ -11,6 +11,7 @@ from torch import nn
 
 from shoal.data.cut import StepBatch
 from shoal.parallel.apply import synchronise_buffers
+from shoal.parallel.shard import reshard
 from shoal.train.kernels import attention_kernels
 from shoal.train.objective import Objective
 from shoal.train.step import as_scalar, to_device
@@ -39,6 +40,7 @@ def evaluate(
                 loss = objective.loss(objective.forward(model, data), data)
                 if micro.samples:
                     total += torch.stack((loss.sum.double(), as_scalar(loss.weight, total)))
+    reshard(model)
     if world.size > 1:
         dist.all_reduce(total)
     model.train()

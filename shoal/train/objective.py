@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.parallel.precision import tensors_in
+
 
 class Loss(NamedTuple):
     """A sum of losses, and the number (or weight) of the things it sums over. Both scalars."""
@@ -93,8 +95,23 @@ class Supervised:
                 f"the loss function gave a tensor of shape {tuple(result.shape)}; expected a scalar mean over the batch, or "
                 "(sum, weight); use reduction='mean'"
             )
-        samples = len(batch[1])
+        samples = num_samples(batch[1])
         return Loss(result * samples, samples)
+
+
+def num_samples(target: Any) -> int:
+    """Rows of a target: of its first tensor, inside tuples, lists and dicts.
+
+    Raises:
+        TypeError: there is no tensor in it.
+    """
+    tensors = tensors_in(target)
+    if not tensors or tensors[0].dim() == 0:
+        raise TypeError(
+            f"the target is {type(target).__name__} without a tensor of samples, so a mean cannot be weighted; return "
+            "(sum, weight) from the loss function"
+        )
+    return len(tensors[0])
 
 
 def as_objective(given: Any) -> Objective:

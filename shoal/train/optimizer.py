@@ -42,6 +42,10 @@ class LocalOptimizer:
             raise ValueError("the model has no trainable parameter; set requires_grad on those to be trained")
         self._locals = {name: nn.Parameter(local(p)) for name, p in self.parameters.items()}
         self.torch = _make(settings, self.parameters, self._locals)
+        if settings.name == "sgd":
+            # fused SGD takes its momentum from uninitialised memory if its very first step is one that is skipped
+            for name in self.parameters:
+                self._state_of(name)
 
     @torch.no_grad()
     def take_gradients(self) -> list[Tensor]:

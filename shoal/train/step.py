@@ -26,7 +26,7 @@ from shoal.data.cut import MicroBatch, StepBatch
 from shoal.job import Optimizer, Precision
 from shoal.parallel.apply import accumulation
 from shoal.parallel.initialise import seed_of
-from shoal.parallel.precision import map_tensors, types_of
+from shoal.parallel.precision import map_tensors, tensors_in, types_of
 from shoal.parallel.shard import sum_whole_gradients
 from shoal.plan import Plan
 from shoal.train.kernels import attention_kernels
@@ -170,11 +170,22 @@ class Step:
             seed_device(self.world.device, seed_of(self._seed, "step", micro.first))
             with accumulation(self.model, self.plan, last=index == len(micro_batches) - 1):
                 data = to_device(micro.data, self.world.device)
-                loss = self.objective.loss(self.objective.forward(self.model, data), data)
+                output = self.objective.forward(self.model, data)
+                self._check_output(output)
+                loss = self.objective.loss(output, data)
                 counts = 1.0 if micro.samples else 0.0  # a filler keeps ranks in step and adds nothing
                 self._backward(loss.sum * (self._factor * counts))
                 total += torch.stack((loss.sum.detach() * counts, as_scalar(loss.weight, total) * counts))
         return total[0], total[1]
+
+    def _check_output(self, output: Any) -> None:
+        """Gradients of a spread model are found through the tensors of its output, which torch must be able to see."""
+        if self._bound or self.world.size == 1 or any(tensor.requires_grad for tensor in tensors_in(output)):
+            return
+        raise TypeError(
+            f"the model's forward returned {type(output).__name__}, in which no tensor with a gradient can be seen, so "
+            "gradients would not be summed over ranks; return a tensor, or a tuple, list, dict or dataclass of tensors"
+        )
 
     def _backward(self, loss: Tensor) -> None:
         if self._loss_scale is not None:

@@ -14,9 +14,8 @@ from shoal.data.user import (
     is_dataset,
     is_iterable,
     open_user_datasets,
-    random_state_kept,
-    seed_random,
 )
+from shoal.randomness import random_state_kept, seed_random
 from tests.data.sources import Numbers, Pairs, Stream
 
 HERE = "tests.data.sources"

@@ -105,3 +105,23 @@ def test_tensorboard_gets_the_metrics_when_asked(tmp_path: Path) -> None:
     assert [(event.step, pytest.approx(event.value)) for event in scalars] == [
         (s, loss) for s, loss, _ in losses(tmp_path)
     ]
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_checkpoint_after_an_evaluation_holds_the_fp32_masters(zero: int, tmp_path: Path) -> None:
+    plan = Plan.model_validate({"shard": 2, "zero": zero})
+    tables: dict = {
+        "train": {"precision": "bf16", "eval_every": 3, "eval_samples": 8},
+        "data": {"eval_fraction": 0.1},
+        "checkpoint": {"every": 3, "keep": 9},
+    }
+    straight = tmp_path / "straight"
+    run_ranks(2, run, settings_for(straight, plan, **tables))
+    for checkpoint in list_checkpoints(straight / "checkpoints")[0]:
+        kinds = {name: fact["dtype"] for name, fact in checkpoint.manifest["tensors"].items()}
+        assert set(kinds.values()) == {"float32"}, checkpoint.path
+    resumed = Path(shutil.copytree(straight, tmp_path / "resumed"))
+    for later in list_checkpoints(resumed / "checkpoints")[0][1:]:
+        shutil.rmtree(later.path)
+    run_ranks(2, run, settings_for(resumed, plan, **tables))
+    assert losses(resumed) == losses(straight)
