@@ -41,15 +41,17 @@ def _check_devices(plan: Plan, cluster: Cluster) -> None:
     if plan.world_size != cluster.num_devices:
         raise ValueError(
             f"the plan is {plan.describe()}: {plan.world_size} ranks, but the cluster has {cluster.num_devices} devices "
-            f"({cluster.describe()}); degrees must multiply to {cluster.num_devices}, such as {_would_work(plan, cluster)}"
+            f"({cluster.describe()}); degrees must multiply to {cluster.num_devices}, such as {_would_work(plan, cluster)}; "
+            "plan=auto chooses them"
         )
 
 
 def _would_work(plan: Plan, cluster: Cluster) -> str:
-    others = plan.world_size // plan.shard
-    if cluster.num_devices % others == 0:
-        return f"plan.shard={cluster.num_devices // others}"
-    return f"plan.shard={cluster.num_devices} with all other degrees 1"
+    axis, other = ("shard", "replicate") if plan.shard > 1 else ("replicate", "shard")
+    rest = plan.world_size // getattr(plan, axis)
+    if cluster.num_devices % rest == 0 and cluster.num_devices // rest > 1:
+        return f"plan.{axis}={cluster.num_devices // rest}"
+    return f"plan.{axis}={cluster.num_devices} plan.{other}=1 with all other degrees 1"
 
 
 def _check_batch(job: Job, plan: Plan) -> None:

@@ -63,10 +63,15 @@ class Settings(Section):
 def load(path: str | Path, overrides: Iterable[str] = ()) -> Settings:
     """Read a job file and apply `key=value` words to it.
 
+    A run directory stands for the job file in it, to go on there: `run.dir` is that directory, wherever it was moved, and
+    `run.resume` is true.
+
     Raises:
         ConfigError: no such file, broken TOML, unknown key, wrong type, impossible value.
     """
     path = Path(path)
+    folder = path if path.is_dir() else None
+    path = path / "job.toml" if folder else path
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -75,6 +80,8 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Settings:
         raise ConfigError(f"job file {str(path)!r} cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
+    if folder:
+        table["run"] = {**table.get("run", {}), "dir": str(folder), "resume": True}
     return parse(apply_overrides(table, overrides), where=str(path))
 
 
@@ -219,7 +226,7 @@ def _nearest_key(loc: tuple[Any, ...]) -> str:
 
 def _nearest_file(path: Path) -> str:
     beside = [other.name for other in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, beside, 1, 0.5)
+    near = difflib.get_close_matches(path.name, [name for name in beside if name != "pyproject.toml"], 1, 0.5)
     return f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
 
 

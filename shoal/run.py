@@ -161,9 +161,3 @@ class Run:
     def event(self, kind: str, **details: Any) -> None:
         """Append a line to events.jsonl; `time` is seconds since the epoch."""
         append_json(self.events_file, {"time": round(time.time(), 3), "event": kind, **details})
-
-
-def job_file_of(path: str | Path) -> Path:
-    """A job file itself, or the one that a run directory keeps."""
-    path = Path(path)
-    return Run(path).job_file if path.is_dir() else path

@@ -42,10 +42,9 @@ def test_a_plan_that_fits_passes() -> None:
 def test_degrees_multiply_to_the_devices_and_the_suggestion_does(plan: Plan) -> None:
     text = refusal(job(), plan)
     assert f"{plan.world_size} ranks" in text and "8 devices (8 h100)" in text
-    suggested = re.search(r"plan\.shard=(\d+)(.*)", text)
-    assert suggested
-    replicate = 1 if "all other degrees 1" in suggested[2] else plan.replicate
-    check(job(), Plan(shard=int(suggested[1]), replicate=replicate), EIGHT)
+    suggested = {name: int(degree) for name, degree in re.findall(r"plan\.(\w+)=(\d+)", text)}
+    assert suggested and "plan=auto" in text
+    check(job(), plan.model_copy(update=suggested), EIGHT)
 
 
 @pytest.mark.parametrize("batch", [1, 7, 33, 100])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.run import Run, append_json, job_file_of, read_json_lines, write_whole
+from shoal.run import Run, append_json, read_json_lines, write_whole
 
 
 def test_a_new_run_has_its_folders_and_nothing_else(tmp_path: Path) -> None:
@@ -112,11 +112,6 @@ def test_events_tell_what_and_when(tmp_path: Path) -> None:
     first, second = read_json_lines(run.events_file)
     assert (first["event"], second["event"], second["step"], second["path"]) == ("start", "save", 5, "a")
     assert 1.6e9 < first["time"] <= second["time"]
-
-
-def test_a_run_directory_stands_for_its_job_file(tmp_path: Path) -> None:
-    assert job_file_of(tmp_path) == tmp_path / "job.toml"
-    assert job_file_of(tmp_path / "other.toml") == tmp_path / "other.toml"
 
 
 def test_a_directory_is_held_by_one_run_at_a_time(tmp_path: Path) -> None:

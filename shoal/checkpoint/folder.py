@@ -54,12 +54,13 @@ def list_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Refused]]:
             good.append(found)
         else:
             refused.append(found)
+    good.sort(key=lambda found: (found.step, found.path.suffix != ".old"))
     return good, refused
 
 
 def inspect(path: Path) -> Checkpoint | Refused:
     """A folder as a checkpoint, if it is a complete one: committed, and every file there with its size."""
-    match = re.fullmatch(r"step-(\d+)", path.name)
+    match = re.fullmatch(r"step-(\d+)(\.old)?", path.name)
     if not match:
         return Refused(path, "a save that did not finish")
     if not (path / COMMIT).exists():
@@ -94,10 +95,13 @@ def commit(aside: Path, manifest: dict[str, Any]) -> Path:
     write_whole(aside / COMMIT, "")
     _flush_folder(aside)
     final = aside.with_suffix("")
+    older = final.with_suffix(".old")  # found as a checkpoint too: a kill at any point leaves one of them
     if final.exists():
-        shutil.rmtree(final)
+        shutil.rmtree(older, ignore_errors=True)
+        final.rename(older)
     aside.rename(final)
     _flush_folder(final.parent)
+    shutil.rmtree(older, ignore_errors=True)
     return final
 
 

@@ -8,6 +8,7 @@ names and of the step.
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,12 @@ def save(
     except OSError as error:
         problem = str(error)
     if problem:
-        raise CheckpointError(f"checkpoint {aside} could not be written: {problem}")
+        free = shutil.disk_usage(folder).free
+        if world.is_main:
+            shutil.rmtree(aside, ignore_errors=True)  # else what is half written keeps a full disk full
+        raise CheckpointError(
+            f"checkpoint {aside} could not be written: {problem}; {free / 2**20:,.0f} MiB were free"
+        )
     path = aside.with_suffix("")
     if world.is_main:
         problem = _commit_here(aside, step, state, facts, keep)
@@ -99,6 +105,7 @@ def _commit_here(aside: Path, step: int, state: dict[str, Tensor], facts: dict[s
         commit(aside, manifest)
         prune(aside.parent, keep)
     except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
         return f"checkpoint {aside} could not be committed: {error}"
     return ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import typer
 
@@ -19,16 +20,15 @@ def train(
     from shoal.cli.show import data_progress, fail, stdout_on_stderr
     from shoal.config import load
     from shoal.launch.local import launch
-    from shoal.launch.ready import make_ready
-    from shoal.run import job_file_of
+    from shoal.launch.ready import device_of, make_ready
 
-    settings = load(job_file_of(job), overrides or [])
+    settings = load(job, overrides or [])
     with data_progress(shown=not as_json) as progress:
         settings = make_ready(settings, progress=progress)
     assert settings.plan is not None
     try:
         with stdout_on_stderr(active=as_json):
-            outcome = launch(settings, settings.plan.world_size)
+            outcome = launch(settings, settings.plan.world_size, device=device_of(settings))
     except ValueError as error:
         raise fail(str(error)) from error
     if as_json:
@@ -44,7 +44,7 @@ def train(
         )
     elif outcome.state != "failed":
         if outcome.state == "interrupted":
-            typer.echo(f"go on:   shoal train {settings.run.dir}")
+            typer.echo(f"go on:   shoal train {shlex.quote(settings.run.dir)}")
         elif settings.run.data and settings.checkpoint.last:
-            typer.echo(f'try it:  shoal sample {settings.run.dir} "def "')
+            typer.echo(f'try it:  shoal sample {shlex.quote(settings.run.dir)} "The beginning of a text"')
     raise typer.Exit(1 if outcome.state == "failed" else 0)

@@ -28,6 +28,7 @@ from shoal.data.synthetic import EVAL_SAMPLES, TRAIN_SAMPLES, SyntheticDataset
 from shoal.data.text import SourceKind, source_kind, source_name
 from shoal.data.tokens import NO_LABEL, TokenDataset
 from shoal.data.user import (
+    begin_loader,
     describe_samples,
     is_dataset,
     is_iterable,
@@ -249,6 +250,7 @@ def _stream(
         num_workers=data.workers,
         collate_fn=_as_it_is,
         timeout=deadline_s if data.workers else 0,
+        worker_init_fn=begin_loader,
         generator=torch.Generator(),
     )
     parts = loaded(loader, data.workers, deadline_s)

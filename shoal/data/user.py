@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
+import signal
+import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
@@ -104,6 +107,7 @@ def map_loader(
         num_workers=workers,
         collate_fn=collate_of(dataset),
         timeout=deadline_s if workers else 0,
+        worker_init_fn=begin_loader,
         generator=torch.Generator(),  # without one, a loader draws from the global random numbers
     )
 
@@ -131,6 +135,14 @@ def loaded(loader: DataLoader[Any], workers: int, deadline_s: float) -> Generato
             number += 1
     finally:
         _end_processes(iterator)
+
+
+def begin_loader(worker: int) -> None:
+    """In a loader process: end when told to, as torch expects, and when its rank ends, however that ends (Linux)."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a rank's handler, inherited, would swallow it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the rank to act on
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _root(error: Exception) -> Exception:

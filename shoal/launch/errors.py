@@ -117,7 +117,7 @@ def is_secondary(error: BaseException) -> bool:
 
 def user_frame(error: BaseException) -> str:
     """`file:line in function: source` of the innermost frame outside torch, other packages and shoal."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for link in (*_chain(error),) for frame in traceback.extract_tb(link.__traceback__)]
     if not frames:
         return ""
     mine = [frame for frame in frames if is_user_file(frame.filename)]

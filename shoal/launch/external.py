@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from shoal.config import ConfigError, Settings, load
-from shoal.launch.ready import make_ready, with_data
+from shoal.config import Settings, load
+from shoal.launch.ready import device_of, make_ready, with_data
 from shoal.launch.worker import StopFlag, run_worker
 from shoal.observe.status import RankStatus
 
 if TYPE_CHECKING:
     from shoal.world import World
 
+# large text takes hours; its preparer cannot be told from a stuck one, and is left in peace
+PREPARE_S = 24 * 3600.0
 TARGET = "shoal.launch.external:train"
 
 
@@ -20,10 +22,10 @@ def run_job_file(path: str, overrides: list[str]) -> int:
     """Be one rank of a job file's run; the exit code: 0, 1 for a failure, 2 for a job file that cannot be used."""
     try:
         settings = load(path, overrides)
-    except ConfigError as error:
+        return run_worker(settings, device=device_of(settings), target=TARGET)
+    except ValueError as error:
         print(f"shoal: {error}", file=sys.stderr)
         return 2
-    return run_worker(settings, target=TARGET)
 
 
 def train(settings: Settings, world: World, status: RankStatus, stop: StopFlag) -> None:
@@ -31,14 +33,12 @@ def train(settings: Settings, world: World, status: RankStatus, stop: StopFlag) 
     from shoal.train.loop import train as train_ready
 
     status.enter("prepare", 0)
-    world.agree("the job", settings.to_toml())
+    world.agree("job", settings.to_toml())
     problem = ""
     if world.local_rank == 0:
         try:
             with_data(settings)
-        except ValueError as error:
-            problem = str(error)
-    if problem := world.broadcast_text(problem if world.is_main else None) or problem:
-        raise ConfigError(problem)
-    world.barrier("data is prepared")
+        except Exception as error:  # told to all ranks, which would wait for this one
+            problem = f"data cannot be prepared on rank {world.rank}: {error}"
+    world.barrier("data is prepared", problem, deadline_s=PREPARE_S)
     train_ready(make_ready(settings, ranks=world.size), world, status, stop)

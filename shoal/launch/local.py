@@ -204,7 +204,8 @@ class Watch:
         return not self.nursery.lost and not any(code for code, _ in self.nursery.ended.values())
 
     def _pass_on(self) -> None:
-        if self.requests.count > self.passed_on and (self.nursery.pids or self.requests.count > 1):
+        all_there = len(self.nursery.pids) == self.nursery.ranks
+        if self.requests.count > self.passed_on and (all_there or self.requests.count > 1):
             self.passed_on = self.requests.count
             self.nursery.send(signal.SIGTERM if self.passed_on == 1 else signal.SIGKILL)
 
@@ -271,7 +272,8 @@ def _clear(folder: Path) -> None:
 
 def _failed(run: Run, scene: Scene) -> Outcome:
     culprit, text = report(scene, run.ranks)
-    write_whole(run.ranks / "failure.txt", text + "\n")
-    run.event("fault", rank=culprit.rank, message=culprit.headline)
     print(text, file=sys.stderr, flush=True)
+    with suppress(OSError):  # such as a full disk, which may be the failure
+        write_whole(run.ranks / "failure.txt", text + "\n")
+        run.event("fault", rank=culprit.rank, message=culprit.headline)
     return Outcome("failed", min(end.step for end in scene.ends), text)

@@ -66,6 +66,8 @@ def main(events: int) -> int:
     server = _preload(order, settings)
     pids: dict[int, int] = {}
     parent = os.getpid()
+    # a rank is born with these ignored; blocked, they wait until it listens (see StopFlag.listen)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     for rank in range(order.ranks):
         pid = os.fork()
         if pid == 0:

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.check import check, check_model
-from shoal.cluster import Cluster
+from shoal.checkpoint.folder import list_checkpoints
+from shoal.cluster import DEVICES, Cluster
 from shoal.config import ConfigError, Settings
-from shoal.data.format import read_index
+from shoal.data.format import is_prepared, read_index
 from shoal.data.prepare import prepare, prepared_key
 from shoal.data.text import source_kind
 from shoal.job import Job
@@ -19,6 +20,8 @@ from shoal.models.presets import LlamaDims, num_parameters, resolve
 from shoal.parallel.initialise import build_on_meta
 from shoal.plan import Plan
 from shoal.planner.choose import Workload, choose_plan, require_even
+from shoal.run import Run
+from shoal.train.resume import require_same_numbers
 from shoal.world import detect_cluster
 
 DataProgress = Callable[[str, int, int | None], None]
@@ -42,6 +45,8 @@ def make_ready(
         settings = with_data(settings, progress)
         plan = complete_plan(settings, cluster)
         check(settings.job, plan, cluster)
+        if settings.run.resume and (done := list_checkpoints(Run(Path(settings.run.dir)).checkpoints)[0]):
+            require_same_numbers(done[-1], settings.job)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return settings.with_plan(plan)
@@ -80,6 +85,7 @@ def which_cluster(settings: Settings, ranks: int | None = None) -> Cluster:
     here = detect_cluster()
     if settings.cluster != "auto":
         said = Cluster.parse(settings.cluster)
+        _require_kind(said, here)
         if (
             ranks is None
             and said.device.type == "cuda"
@@ -99,11 +105,29 @@ def which_cluster(settings: Settings, ranks: int | None = None) -> Cluster:
     return here.model_copy(update={"devices_per_node": wanted})
 
 
+def device_of(settings: Settings) -> str:
+    """Where ranks compute: on the CPU if the cluster that is said is one, else on what the machine has."""
+    said = None if settings.cluster == "auto" else Cluster.parse(settings.cluster)
+    return "cpu" if said is not None and said.device.type == "cpu" else "auto"
+
+
+def _require_kind(said: Cluster, here: Cluster) -> None:
+    known = here.device.kind in DEVICES
+    if said.device.type == "cuda" and (
+        here.device.type == "cpu" or (known and said.device != DEVICES[here.device.kind])
+    ):
+        raise ValueError(
+            f"cluster = {said.describe()!r}, but this machine has {here.describe()}; leave cluster out to use what is here"
+        )
+
+
 def with_data(settings: Settings, progress: DataProgress | None = None) -> Settings:
     """Settings whose text is prepared, in `run.data` or else under `run.cache`."""
     data, seed = settings.data, settings.train.seed
     if not source_kind(data.source).is_text:
         return settings
+    if settings.run.data is not None and is_prepared(Path(settings.run.data)):
+        return settings  # as it is: a run goes on with the tokens that it began with, whatever became of the texts
     where = settings.run.data or Path(settings.run.cache).expanduser() / "data" / prepared_key(data, seed)
     folder = Path(where).resolve()
     prepare(data, seed, folder, progress=progress)

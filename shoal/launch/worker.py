@@ -53,6 +53,7 @@ class StopFlag:
         """Take over SIGTERM and SIGINT of this process."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested and time.monotonic() - self._first > SAME_STOP_S:
@@ -159,10 +160,11 @@ def _record(error: BaseException, status: RankStatus, files: RankFiles, log: Tex
         status.finish(status.read().step)
         return None
     record = describe(error, status.read())
-    log.write(record.traceback)
-    log.flush()
-    record.write(files.error)
     status.fail()
+    with contextlib.suppress(OSError):  # a full disk must not hide the error that it may have caused
+        log.write(record.traceback)
+        log.flush()
+        record.write(files.error)
     return record
 
 

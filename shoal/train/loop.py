@@ -20,7 +20,7 @@ from shoal.train.evaluate import Evaluation, evaluate
 from shoal.train.resume import require_same_numbers
 from shoal.train.setup import Training, set_up
 from shoal.train.step import StepResult
-from shoal.train.tell import conclude, introduce
+from shoal.train.tell import already_done, conclude, introduce
 from shoal.world import World
 
 MOST_SKIPPED = 50  # steps in a row without an update, after which a run is lost
@@ -39,10 +39,14 @@ def train(settings: Settings, world: World, status: RankStatus, stop: StopFlag) 
     `settings.plan` is set, and the data is prepared or is made by import path.
     """
     run = Run(Path(settings.run.dir))
-    world.agree("the job", settings.to_toml())
+    world.agree("job", settings.to_toml())
     status.enter("setup", 0)
     training = set_up(settings, world, run, status)
     done = resume(training)
+    if done >= settings.train.steps:
+        already_done(training, done)
+        status.finish(done)
+        return
     with training.progress:
         introduce(training, done)
         done, stopped = train_steps(training, done, stop)

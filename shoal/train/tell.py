@@ -32,11 +32,23 @@ def introduce(training: Training, done: int) -> None:
         f"{_many(count, 'micro-batch')} x {micro}"
     )
     say(f"run      {run.path}" + (f", going on after step {done}" if done else ""))
-    write_whole(run.job_file, settings.to_toml())
+    # going on is what a run directory is for, also where this run began anew
+    policy = settings.run.model_copy(update={"resume": True})
+    write_whole(run.job_file, settings.model_copy(update={"run": policy}).to_toml())
     write_whole(run.path / "plan.toml", tomli_w.dumps(plan.model_dump(exclude_none=True)))
     cluster = detect_cluster().model_copy(update={"devices_per_node": world.local_size})
     cluster = cluster.model_copy(update={"nodes": world.size // world.local_size})
     write_whole(run.path / "cluster.toml", tomli_w.dumps(cluster.model_dump(exclude_none=True)))
+
+
+def already_done(training: Training, done: int) -> None:
+    """Say that there is nothing to train."""
+    if training.world.is_main:
+        training.run.event("end", step=done)
+        training.progress.say(
+            f"done     already: {training.run.path} has {done} steps, train.steps = {training.settings.train.steps}; "
+            f"train.steps={2 * done} would go on"
+        )
 
 
 def conclude(training: Training, done: int, stopped: bool) -> None:
@@ -46,13 +58,18 @@ def conclude(training: Training, done: int, stopped: bool) -> None:
         return
     run, say, steps = training.run, training.progress.say, training.settings.train.steps
     run.event("stop" if stopped else "end", step=done)
-    lines = [record for record in read_json_lines(run.metrics_file) if record.get("loss") is not None]
+    records = list(read_json_lines(run.metrics_file))
+    lines = [record for record in records if record.get("loss") is not None]
     say(f"{'stopped' if stopped else 'done':<8} after step {done} of {steps}")
     if lines:
         unit, seconds = training.rates.unit, sum(line["seconds"] for line in lines)
         total = sum(line[unit] for line in lines)
         say(f"loss     {lines[0]['loss']:.4f} -> {lines[-1]['loss']:.4f}")
         say(f"speed    {total / seconds:,.0f} {unit}/s over {seconds:,.1f} s of steps")
+    if skipped := sum(record.get("skipped", False) for record in records):
+        say(
+            f"skipped  {skipped} of {done} steps made no update: loss or gradients were not finite, see events.jsonl"
+        )
     say(f"memory   {' '.join(f'{gib:.2f}' for gib in held)} GiB by rank, at most")
     if newest := list_checkpoints(run.checkpoints)[0]:
         say(f"saved    {newest[-1].path}")

@@ -77,14 +77,14 @@ class World:
             self._meeting.meet("mesh")  # as for "join": all groups are connected before anyone goes on
         return self._meshes[degrees]
 
-    def barrier(self, what: str) -> None:
-        """Wait for every rank to come to `what`.
+    def barrier(self, what: str, problem: str = "", *, deadline_s: float | None = None) -> None:
+        """Wait for every rank to come to `what`; a `problem` that any rank brings is raised on all.
 
         Raises:
-            DeadlineError: naming the ranks that did not come within the deadline.
-            WorldError: ranks came to barriers of different names.
+            DeadlineError: naming the ranks that did not come within the deadline (default: the world's).
+            WorldError: some rank's problem, or ranks came to barriers of different names.
         """
-        self._meeting.meet(what)
+        self._meeting.meet(what, problem, deadline_s)
 
     def agree(self, name: str, text: str) -> None:
         """Make sure that every rank has the same text: its job, its plan.

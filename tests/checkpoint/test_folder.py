@@ -91,3 +91,13 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     commit(aside, {})
     (found,), _ = list_checkpoints(tmp_path)
     assert found.manifest["files"] == {"1.bin": 3}
+
+
+def test_a_kill_while_a_step_is_replaced_leaves_the_older_one(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    write(tmp_path, 5).rename(tmp_path / "step-00000005.old")  # where the kill came between two renames
+    assert [found.step for found in list_checkpoints(tmp_path)[0]] == [4, 5]
+    write(tmp_path, 5)
+    assert list_checkpoints(tmp_path)[0][-1].path.name == "step-00000005"
+    prune(tmp_path, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]

@@ -183,7 +183,7 @@ def test_a_run_that_fails_exits_with_1_and_has_the_report_in_the_document(tmp_pa
 def test_how_a_run_ended_decides_the_exit_code(
     state: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.launch.local.launch", lambda *_: Outcome(state, 1))  # pyrefly: ignore
+    monkeypatch.setattr("shoal.launch.local.launch", lambda *_, **__: Outcome(state, 1))  # pyrefly: ignore
     result = shoal("train", str(JOB), *TINY, f"run.dir={tmp_path / 'r'}")
     assert result.exit_code == code
     assert ("go on:" in result.output) == (state == "interrupted")

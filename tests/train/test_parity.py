@@ -74,8 +74,9 @@ def test_a_plan_trains_as_one_process_does(ranks: int, plan: Plan, precision: Pr
         ),
         Optimizer(name="sgd", lr=0.5, momentum=0.0, weight_decay=0.0, schedule="constant", clip=0.2),
         Optimizer(name="adamw", lr=1e-2, schedule="wsd", decay=5, clip=0.0),
+        Optimizer(name="adamw", lr=1e-2, betas=(0.6, 0.8), eps=1e-2, clip=0.3),
     ],
-    ids=["nesterov", "plain sgd", "wsd without clipping"],
+    ids=["nesterov", "plain sgd", "wsd without clipping", "other betas and epsilon"],
 )
 def test_every_optimizer_is_torchs_own(optimizer: Optimizer) -> None:
     plan = Plan(shard=2, zero=2, micro_batch=4)

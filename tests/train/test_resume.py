@@ -7,11 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from shoal.checkpoint.folder import list_checkpoints
+from shoal.checkpoint.store import load
 from shoal.config import Settings
+from shoal.config import load as load_settings
 from shoal.plan import Plan
 from shoal.run import read_json_lines
+from shoal.world import World
 from tests.ranks import run_ranks
 from tests.train.test_loop import STEPS, losses, run, settings_for
 
@@ -125,3 +129,31 @@ def test_a_checkpoint_after_an_evaluation_holds_the_fp32_masters(zero: int, tmp_
         shutil.rmtree(later.path)
     run_ranks(2, run, settings_for(resumed, plan, **tables))
     assert losses(resumed) == losses(straight)
+
+
+def test_a_directory_goes_on_where_it_is_also_after_it_was_begun_anew_or_moved(tmp_path: Path) -> None:
+    folder = tmp_path / "a b"
+    run_ranks(1, run, settings_for(folder, Plan(), run={"resume": False}))
+    moved = folder.rename(tmp_path / "moved")
+    settings = load_settings(moved, [f"train.steps={STEPS + 2}"])
+    assert (settings.run.dir, settings.run.resume) == (str(moved), True)
+    run_ranks(1, run, settings)
+    assert [step for step, _, _ in losses(moved)] == list(range(1, STEPS + 3))
+
+
+def test_buffers_go_on_counting(tmp_path: Path) -> None:
+    tables: dict = {
+        "model": {"family": "tests.train.dropout:build"},
+        "train": {"objective": "tests.train.dropout:loss", "steps": 4},
+        "data": {"source": "tests.train.dropout:dataset"},
+    }
+    run_ranks(1, run, settings_for(tmp_path, Plan(), **tables))
+    tables["train"]["steps"] = 7
+    run_ranks(1, run, settings_for(tmp_path, Plan(), **tables))
+    assert run_ranks(1, seen_of, tmp_path) == [7.0]
+
+
+def seen_of(world: World, folder: Path) -> float:
+    state = {"buffer.seen": torch.zeros(())}
+    load(list_checkpoints(folder / "checkpoints")[0][-1], state, world)
+    return state["buffer.seen"].item()
