@@ -1,5 +1,6 @@
 """Your own model, dataset, loss and loop: handwritten digits (8 x 8 pixels, in scikit-learn) by a small network.
 
+    pip install scikit-learn
     python examples/digits.py                                      # one process
     torchrun --nproc_per_node=2 examples/digits.py                 # more, with the same losses
 

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,6 +43,15 @@ def call_object(spec: str, options: dict[str, Any], key: str) -> Any:
     Raises:
         ValueError: it cannot be called, or does not take an option; the message names `key`, where options came from.
     """
+    return require_arguments(spec, options, key)(**options)
+
+
+def require_arguments(spec: str, options: dict[str, Any], key: str) -> Callable[..., Any]:
+    """The object of an import path, which can be called with `options`.
+
+    Raises:
+        ValueError: it cannot be called, or does not take an option; the message names `key`, where options came from.
+    """
     found = load_object(spec)
     if not callable(found):
         raise ValueError(
@@ -51,7 +61,7 @@ def call_object(spec: str, options: dict[str, Any], key: str) -> Any:
         inspect.signature(found).bind(**options)
     except TypeError as error:
         raise ValueError(f"{spec!r} does not take {key} = {options}: {error}") from None
-    return found(**options)
+    return found
 
 
 def _module(name: str) -> ModuleType:

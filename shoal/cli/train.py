@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 
 import typer
 
@@ -42,9 +41,4 @@ def train(
                 }
             )
         )
-    elif outcome.state != "failed":
-        if outcome.state == "interrupted":
-            typer.echo(f"go on:   shoal train {shlex.quote(settings.run.dir)}")
-        elif settings.run.data and settings.checkpoint.last:
-            typer.echo(f'try it:  shoal sample {shlex.quote(settings.run.dir)} "The beginning of a text"')
     raise typer.Exit(1 if outcome.state == "failed" else 0)

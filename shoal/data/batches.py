@@ -126,6 +126,11 @@ def batches(
     if not isinstance(dataset, TextDataset) and is_iterable(dataset):
         _warn_of_cost(job.data, world)
         return _stream(dataset, job, plan, cut, world, steps, None, deadline_s)
+    if job.data.sharded:
+        raise ValueError(
+            "data.sharded = true says that an iterable dataset gives each rank its own part, but this dataset has an index "
+            f"({type(dataset).__name__}); leave data.sharded out"
+        )
     portions = train_portions(cut, job.train.seed, _length(dataset), job.data.shuffle)
     return _indexed(dataset, job, portions, steps, deadline_s)
 

@@ -22,7 +22,7 @@ def run_job_file(path: str, overrides: list[str]) -> int:
     """Be one rank of a job file's run; the exit code: 0, 1 for a failure, 2 for a job file that cannot be used."""
     try:
         settings = load(path, overrides)
-        return run_worker(settings, device=device_of(settings), target=TARGET)
+        return run_worker(settings, device=device_of(settings), target=TARGET, patient=False)
     except ValueError as error:
         print(f"shoal: {error}", file=sys.stderr)
         return 2
@@ -41,4 +41,5 @@ def train(settings: Settings, world: World, status: RankStatus, stop: StopFlag) 
         except Exception as error:  # told to all ranks, which would wait for this one
             problem = f"data cannot be prepared on rank {world.rank}: {error}"
     world.barrier("data is prepared", problem, deadline_s=PREPARE_S)
+    stop.patient = True
     train_ready(make_ready(settings, ranks=world.size), world, status, stop)

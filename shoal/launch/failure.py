@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +27,8 @@ class End(NamedTuple):
     status: Status | None
     error: RankError | None
     stack: str = ""
+    gone: bool = False
+    """its process is not there any more, and nobody saw how it ended"""
 
     @property
     def signal(self) -> str | None:
@@ -58,6 +63,8 @@ class Scene(NamedTuple):
     memory: Memory | None = None
     oom_kills: int = 0
     stalled_s: float = 0.0
+    lost: bool = False
+    """the process that forked the ranks ended first, and they with it"""
 
 
 def read_ends(folder: Path, codes: dict[int, tuple[int | None, float]]) -> list[End]:
@@ -95,6 +102,7 @@ def own_report(folder: Path, error: RankError, size: int) -> str:
         for end in read_ends(folder, dict.fromkeys(range(size), (None, error.time)))
         if end.status is not None or end.rank == error.rank
     ]
+    ends = [end._replace(gone=end.rank != error.rank and _is_gone(end)) for end in ends]
     if not error.secondary:
         ends = [end._replace(error=None) if end.rank != error.rank else end for end in ends]
     culprit, text = report(Scene(ends), folder)
@@ -110,11 +118,21 @@ def find_culprit(scene: Scene) -> Culprit:
     stuck; and if all only lost each other, the first to notice.
     """
     ends = scene.ends
+    if scene.lost and not any(end.error for end in ends):
+        headline = (
+            f"the process that started the ranks is gone, and they ended with it; rank 0 was {ends[0].place}"
+        )
+        details = ["somebody killed it, or the kernel did for want of memory", *_memory(scene)]
+        return Culprit(ends[0].rank, headline, details)
     primary = [(end.error.time, end) for end in ends if end.error and not end.error.secondary]
     killed = [(end.time, end) for end in ends if not end.error and _died(end)]
     if primary or killed:
         end = min(primary + killed, key=lambda item: item[0])[1]
         return _failed(end, end.error) if end.error else _killed(end, scene)
+    if gone := [end for end in ends if end.gone]:
+        end = min(gone, key=lambda end: end.status.changed if end.status else 0.0)
+        details = ["it left no error: somebody killed it, or the kernel did for want of memory"]
+        return Culprit(end.rank, f"rank {end.rank} is gone, {end.place}", details)
     early = [end for end in ends if end.finished]
     running = [end for end in ends if not end.finished]
     if early and running:
@@ -168,18 +186,42 @@ def _killed(end: End, scene: Scene) -> Culprit:
     if not end.signal:
         details = ["it left the process by os._exit or the like, without an exception"]
         return Culprit(end.rank, f"rank {end.rank} ended with exit code {end.code} {end.place}", details)
-    details = []
-    if end.signal == "SIGKILL":
-        used = f": host memory reached {scene.memory.describe()}" if scene.memory else ""
-        details.append(
-            f"the kernel's out-of-memory killer killed {scene.oom_kills} process(es) on this host "
-            f"meanwhile{used}"
-            if scene.oom_kills
-            else f"the kernel's out-of-memory killer is a common cause{used}; so is a scheduler's limit"
-        )
+    details = _memory(scene) if end.signal == "SIGKILL" else []
     if end.signal in ("SIGABRT", "SIGSEGV"):
         details.append("native code ended it; its log has the message, if there is one")
     return Culprit(end.rank, f"rank {end.rank} was killed by {end.signal} {end.place}", details)
+
+
+def _memory(scene: Scene) -> list[str]:
+    """What memory has to do with a SIGKILL."""
+    used = f": host memory reached {scene.memory.describe()}" if scene.memory else ""
+    if scene.oom_kills:
+        return [
+            f"the kernel's out-of-memory killer killed {scene.oom_kills} process(es) on this host meanwhile{used}"
+        ]
+    return [f"the kernel's out-of-memory killer is a common cause{used}; so is a scheduler's limit"]
+
+
+def _is_gone(end: End) -> bool:
+    """Whether a rank of this host that had not ended has no process."""
+    status = end.status
+    if status is None or status.state != "running" or status.host != socket.gethostname():
+        return False
+    try:
+        os.kill(status.pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return _is_zombie(status.pid)
+
+
+def _is_zombie(pid: int) -> bool:
+    """Ended, but its launcher has not asked how."""
+    stat = Path(f"/proc/{pid}/stat")
+    with suppress(OSError):
+        return stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    return False
 
 
 def _early(end: End, other: End) -> Culprit:
@@ -219,7 +261,7 @@ def _fate(end: End) -> str:
         return f"lost its peers {end.place}"
     if end.signal:
         return f"was killed by {end.signal} {end.place}"
-    return f"was {end.place}"
+    return f"is gone, {end.place}" if end.gone else f"was {end.place}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

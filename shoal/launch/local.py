@@ -215,7 +215,8 @@ class Watch:
         while self.nursery.running and time.monotonic() < until:
             self.nursery.listen(max(0.0, until - time.monotonic()))
         self._take_stacks()
-        scene = Scene(self.ends(), self.most_memory, host.oom_kills() - self.oom_before, stalled_s)
+        oom_kills = host.oom_kills() - self.oom_before
+        scene = Scene(self.ends(), self.most_memory, oom_kills, stalled_s, self.nursery.lost)
         self.nursery.send(signal.SIGKILL)
         return scene
 

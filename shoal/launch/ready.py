@@ -4,8 +4,11 @@ data.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
 
 from shoal.check import check, check_model
 from shoal.checkpoint.folder import list_checkpoints
@@ -13,16 +16,20 @@ from shoal.cluster import DEVICES, Cluster
 from shoal.config import ConfigError, Settings
 from shoal.data.format import is_prepared, read_index
 from shoal.data.prepare import prepare, prepared_key
-from shoal.data.text import source_kind
+from shoal.data.text import SourceKind, source_kind, source_name
+from shoal.imports import load_object, require_arguments
 from shoal.job import Job
+from shoal.launch.errors import user_frame
 from shoal.models.build import builder
 from shoal.models.presets import LlamaDims, num_parameters, resolve
 from shoal.parallel.initialise import build_on_meta
 from shoal.plan import Plan
 from shoal.planner.choose import Workload, choose_plan, require_even
 from shoal.run import Run
+from shoal.train.objective import as_objective
 from shoal.train.resume import require_same_numbers
-from shoal.world import detect_cluster
+from shoal.world import choose_backends, detect_cluster
+from shoal.world.rendezvous import parse_init_method
 
 DataProgress = Callable[[str, int, int | None], None]
 
@@ -42,6 +49,8 @@ def make_ready(
     try:
         cluster = which_cluster(settings, ranks)
         check_early(settings, cluster)
+        with _own_errors():
+            check_objects(settings, cluster)
         settings = with_data(settings, progress)
         plan = complete_plan(settings, cluster)
         check(settings.job, plan, cluster)
@@ -60,6 +69,37 @@ def check_early(settings: Settings, cluster: Cluster) -> None:
     else:
         require_even(settings.train, cluster)
         check_model(settings.job)
+
+
+def check_objects(settings: Settings, cluster: Cluster) -> None:
+    """What ranks would find out one by one: the user's own objects, the backend, the way to rank 0.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    job, policy = settings.job, settings.run
+    if job.train.objective is not None:
+        try:
+            as_objective(load_object(job.train.objective))
+        except TypeError as error:
+            raise ValueError(f"train.objective = {job.train.objective!r}: {error}") from error
+    choose_backends(policy.backend, torch.device(cluster.device.type))
+    parse_init_method(policy.init_method)
+    if job.model.family != "llama":
+        require_arguments(job.model.family, job.model.options, "model.options")
+    if source_kind(job.data.source) is SourceKind.USER:
+        require_arguments(source_name(job.data.source), job.data.options, "data.options")
+
+
+@contextmanager
+def _own_errors() -> Generator[None, None, None]:
+    """What goes wrong inside a user's module is told with its line, not with our traceback."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {error}, at {user_frame(error)}") from error
 
 
 def complete_plan(settings: Settings, cluster: Cluster) -> Plan:
@@ -117,7 +157,8 @@ def _require_kind(said: Cluster, here: Cluster) -> None:
         here.device.type == "cpu" or (known and said.device != DEVICES[here.device.kind])
     ):
         raise ValueError(
-            f"cluster = {said.describe()!r}, but this machine has {here.describe()}; leave cluster out to use what is here"
+            f"cluster = {said.describe()!r}, but this machine is {here.describe()}; start the ranks with torchrun or srun on "
+            "such machines, or leave cluster out to use what is here"
         )
 
 

@@ -43,6 +43,8 @@ class StopFlag:
 
     requested: bool = False
     reason: str = ""
+    patient: bool = True
+    """false: nothing is there to save yet, and a signal ends the process at once"""
     _first: float = 0.0
 
     def ask(self, reason: str) -> None:
@@ -56,23 +58,30 @@ class StopFlag:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and time.monotonic() - self._first > SAME_STOP_S:
+        if not self.patient or (self.requested and time.monotonic() - self._first > SAME_STOP_S):
             os._exit(128 + number)
         self.ask(signal.Signals(number).name)
 
 
 def run_rank(
-    settings: Settings, target: str, rank: int, open_world: Callable[[], World], local_size: int
+    settings: Settings,
+    target: str,
+    rank: int,
+    open_world: Callable[[], World],
+    local_size: int,
+    *,
+    patient: bool = True,
 ) -> RankError | None:
     """Be a rank until it ends: its output in its log, its place in its status, its error in its error file.
 
-    `open_world` is called with everything else in place, so that what it raises is recorded too.
+    `open_world` is called with everything else in place, so that what it raises is recorded too. Not `patient`: a signal
+    ends the process at once, until the target says otherwise of its `StopFlag`.
     """
     run = Run(Path(settings.run.dir))
     run.create()
     files = RankFiles.of(run.ranks, rank)
     files.clear()
-    status, stop = RankStatus(files.status, rank), StopFlag()
+    status, stop = RankStatus(files.status, rank), StopFlag(patient=patient)
     stop.listen()
     error: RankError | None = None
     with _stacks_on_request(files.stack), _output(files.log, terminal=rank == 0) as log:
@@ -91,11 +100,11 @@ def run_rank(
     return error
 
 
-def run_worker(settings: Settings, *, device: str = "auto", target: str = TRAIN) -> int:
+def run_worker(settings: Settings, *, device: str = "auto", target: str = TRAIN, patient: bool = True) -> int:
     """Be one rank of a world that torchrun, srun, mpirun or a Kubernetes operator started; the exit code.
 
     There is no launcher of ours to tell the story then: a rank that fails prints it, and one that was only
-    stopped by another's failure says by whose.
+    stopped by another's failure says by whose. `patient` is as for `run_rank`.
 
     Raises:
         PlaceError: the launcher's variables are incomplete or impossible.
@@ -119,7 +128,7 @@ def run_worker(settings: Settings, *, device: str = "auto", target: str = TRAIN)
     run = Run(Path(settings.run.dir))
     run.create()
     with run.locked() if place.rank == 0 else contextlib.nullcontext():
-        error = run_rank(settings, target, place.rank, open_world, place.local_size or 1)
+        error = run_rank(settings, target, place.rank, open_world, place.local_size or 1, patient=patient)
     if error is None:
         return 0
     report = own_report(Path(settings.run.dir) / "ranks", error, place.size)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,19 +99,20 @@ class MetricsWriter:
             self._tensorboard.close()
 
 
-def forget_after(run: Run, step: int) -> None:
-    """Drop lines of steps that a resumed run will take again."""
-    kept = [record for record in read_json_lines(run.metrics_file) if record["step"] <= step]
-    if run.metrics_file.exists():
-        write_whole(run.metrics_file, "".join(json.dumps(record) + "\n" for record in kept))
+def forget_after(run: Run, rank: int, step: int) -> None:
+    """Drop a rank's lines of steps that a resumed run will take again."""
+    for path in (run.ranks / f"{rank}.jsonl", *([run.metrics_file] if rank == 0 else [])):
+        if path.exists():
+            kept = [record for record in read_json_lines(path) if record["step"] <= step]
+            write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The most memory this rank has held: the allocator's peak on a GPU, resident memory on a CPU."""
+    """The most memory this rank has held: the allocator's peak on a GPU, the peak of resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def reserved_bytes(device: torch.device) -> int | None:

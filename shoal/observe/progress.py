@@ -29,6 +29,7 @@ class Progress:
         )
         self._began = time.monotonic()
         self._first: int | None = None
+        self._units, self._seconds = 0, 0.0
 
     def __enter__(self) -> Self:
         if self._live:
@@ -52,12 +53,14 @@ class Progress:
             return
         if self._first is None:
             self._first, self._began = metrics.step, time.monotonic()
+        self._units, self._seconds = self._units + metrics.units, self._seconds + metrics.seconds
         line = self._line(metrics)
         if self._live:
             self._live.update(Text(line))
         last = metrics.step == self._total
         if metrics.step % self._every == 0 or last or metrics.skipped:
             self.say(line)
+            self._units, self._seconds = 0, 0.0
 
     def _line(self, metrics: Metrics) -> str:
         width = len(str(self._total))
@@ -66,7 +69,7 @@ class Progress:
             f"loss {metrics.loss:.4f}",
             f"norm {metrics.grad_norm:.3f}",
             f"lr {metrics.lr:.2e}",
-            f"{metrics.units_per_s:,.0f} {metrics.unit}/s",
+            f"{self._units / self._seconds if self._seconds else 0:,.0f} {metrics.unit}/s",  # since the last line
         ]
         if metrics.mfu is not None:
             parts.append(f"mfu {metrics.mfu:.1%}")

@@ -150,8 +150,8 @@ def resume(training: Training) -> int:
             done = found.step
     elif world.is_main and (aside := run.set_aside()):
         training.progress.say(f"set aside what an earlier run left: {aside}")
+    forget_after(run, world.rank, done)
     if world.is_main:
-        forget_after(run, done)
         run.event("start", step=done, world_size=world.size, plan=training.plan.describe())
     return done
 

@@ -107,10 +107,13 @@ class Step:
     Args:
         model: from `parallelize`, with the same plan, world and precision.
         optimizer: `shoal.AdamW(lr=...)`, `shoal.SGD(...)` or a job's optimizer table.
-        total_steps: the length of the schedule.
+        total_steps: the length of the schedule; not needed for a constant one.
         usual_weight: about the weight of a global batch (its tokens); keeps sums in range, changes no number.
         scale: fp16's initial loss scale and the number of finite steps until it doubles.
         on_phase: told ("forward", step), ("reduce", step) and ("update", step) as they begin.
+
+    Raises:
+        ValueError: a schedule that ends, without total_steps.
 
     Example:
         step = Step(model, NextToken(), AdamW(lr=3e-4), plan, world)
@@ -127,15 +130,19 @@ class Step:
         world: World,
         *,
         precision: Precision = "fp32",
-        total_steps: int = 1,
+        total_steps: int | None = None,
         usual_weight: float = 1.0,
         seed: int = 0,
         scale: tuple[float, int] = (65536.0, 2000),
         on_phase: Callable[[str, int], None] = lambda phase, step: None,
     ) -> None:
+        if total_steps is None and optimizer.schedule != "constant":
+            raise ValueError(
+                f"schedule = {optimizer.schedule!r} ends with the last step: give Step(..., total_steps=...)"
+            )
         self.model, self.objective, self.plan, self.world = model, objective, plan, world
         self.optimizer = LocalOptimizer(model, optimizer)
-        self._total_steps, self._seed, self._on_phase = total_steps, seed, on_phase
+        self._total_steps, self._seed, self._on_phase = total_steps or 1, seed, on_phase
         self._sum_type = types_of(precision).master
         self._loss_scale = LossScale(*scale, device=world.device) if precision == "fp16" else None
         # exact in binary, so that it costs no rounding

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import tomli_w
 import torch
 import torch.distributed as dist
@@ -74,6 +76,11 @@ def conclude(training: Training, done: int, stopped: bool) -> None:
     if newest := list_checkpoints(run.checkpoints)[0]:
         say(f"saved    {newest[-1].path}")
     say(f"report   {run.path / 'report.html'}")
+    folder = shlex.quote(str(run.path))
+    if stopped:
+        say(f"go on:   shoal train {folder}")
+    elif training.settings.run.data and newest:
+        say(f'try it:  shoal sample {folder} "The beginning of a text"')
 
 
 def _memory_by_rank(training: Training) -> list[float]:

@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import torch.distributed as dist
 
@@ -45,13 +45,7 @@ def open_store(place: Place, init_method: str, waits: Waits) -> dist.Store:
         ValueError: an init method that is not env://, tcp://host:port or file:///path, or without an address.
         WorldError: the host does not resolve, nobody listens on the port, or the port is taken on rank 0.
     """
-    url = urlsplit(init_method)
-    if url.scheme not in ("env", "tcp", "file") or url.query:
-        raise ValueError(
-            f"init_method = {init_method!r} is not understood: expected env://, tcp://host:port or "
-            "file:///path, "
-            "with rank and size as arguments"
-        )
+    url = parse_init_method(init_method)
     if place.size == 1:
         return dist.HashStore()
     if url.scheme == "file":
@@ -67,6 +61,23 @@ def open_store(place: Place, init_method: str, waits: Waits) -> dist.Store:
     if place.rank == 0 and not place.agent_store:
         return serve(listen(address, port), waits)
     return connect(address, port, place.rank, waits)
+
+
+def parse_init_method(init_method: str) -> SplitResult:
+    """The parts of an init method.
+
+    Raises:
+        ValueError: it is not env://, tcp://host:port or file:///path.
+    """
+    url = urlsplit(init_method)
+    if url.scheme not in ("env", "tcp", "file") or url.query:
+        raise ValueError(
+            f"init_method = {init_method!r} is not understood: expected env://, tcp://host:port or file:///path, "
+            "with rank and size as arguments"
+        )
+    if url.scheme == "tcp" and not all(_tcp_address(init_method)):
+        raise ValueError(f"init_method = {init_method!r}: expected tcp://host:port")
+    return url
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -186,7 +186,6 @@ def test_how_a_run_ended_decides_the_exit_code(
     monkeypatch.setattr("shoal.launch.local.launch", lambda *_, **__: Outcome(state, 1))  # pyrefly: ignore
     result = shoal("train", str(JOB), *TINY, f"run.dir={tmp_path / 'r'}")
     assert result.exit_code == code
-    assert ("go on:" in result.output) == (state == "interrupted")
 
 
 def test_prepare_makes_a_folder_that_a_job_can_name(tmp_path: Path) -> None:

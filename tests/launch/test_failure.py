@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from shoal.launch.errors import RankError, is_secondary
-from shoal.launch.failure import End, Scene, find_culprit, main_stack, waits
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from shoal.launch.errors import RankError, RankFiles, is_secondary
+from shoal.launch.failure import End, Scene, find_culprit, main_stack, own_report, waits
 from shoal.observe.host import GIB, Memory
-from shoal.observe.status import State, Status
+from shoal.observe.status import RankStatus, State, Status, read_status
 from shoal.world.meeting import DeadlineError
 
 
@@ -53,6 +59,30 @@ def test_the_stuck_rank_is_the_one_behind_and_not_waiting() -> None:
     culprit = find_culprit(Scene(ends, stalled_s=9))
     assert culprit.headline == "rank 1 is stuck for 9 s in step 3, phase step"
     assert culprit.details[0] == "at /x/load.py:7 in read"
+
+
+def test_a_rank_whose_process_is_gone_is_named_where_nobody_watches(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    here, files = socket.gethostname(), [RankFiles.of(tmp_path, rank) for rank in (0, 1)]
+    for rank, pid in enumerate((os.getpid(), ended.pid)):
+        written = RankStatus(files[rank].status, rank)
+        written.enter("step", 3)
+        raw = bytearray(files[rank].status.read_bytes())
+        raw[20:24] = pid.to_bytes(4, "little")
+        files[rank].status.write_bytes(raw)
+    assert (found := read_status(files[1].status)) and (found.pid, found.host) == (ended.pid, here)
+    text = own_report(tmp_path, error(0, 2.0, secondary=True), 2)
+    assert text.startswith("rank 0 was stopped, in step 3, phase step, because rank 1 is gone, in step 3")
+
+
+def test_all_ranks_that_end_with_their_parent_are_not_called_stuck() -> None:
+    ends = [End(rank, None, 1.0, status(rank, 3), None) for rank in (0, 1)]
+    headline = find_culprit(Scene(ends, lost=True)).headline
+    assert (
+        headline
+        == "the process that started the ranks is gone, and they ended with it; rank 0 was in step 3, phase step"
+    )
 
 
 def test_errors_of_peers_are_told_from_causes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -179,6 +180,24 @@ def test_a_rank_that_gets_the_signal_itself_stops_all_of_them(tmp_path: Path) ->
     os.kill(status.pid, signal.SIGTERM)
     out, _ = process.communicate(timeout=20)
     assert out.startswith("interrupted")
+
+
+def test_a_signal_ends_a_rank_that_has_nothing_to_save(tmp_path: Path) -> None:
+    """As torchrun's agent sends it to ranks that still wait for others."""
+    job = tmp_path / "job.toml"
+    job.write_text(settings(tmp_path / "run").to_toml())
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    process = subprocess.Popen([sys.executable, "-m", "shoal", str(job)], env={**os.environ, **alone})
+    assert wait_until((tmp_path / "run" / "ranks" / "0.status").exists, 30)
+    time.sleep(0.3)
+    process.terminate()
+    assert process.wait(timeout=5) == 128 + signal.SIGTERM
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
 
 
 def test_torchrun_ranks_say_who_failed_and_whose_victims_they_are(tmp_path: Path) -> None:

@@ -74,7 +74,8 @@ def test_a_cluster_that_is_not_this_machine_is_refused(monkeypatch: pytest.Monke
     assert which_cluster(settings("cluster=4 h100")).num_devices == 4
 
 
-def test_ranks_that_a_launcher_started_may_be_on_other_machines() -> None:
+def test_ranks_that_a_launcher_started_may_be_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    eight_gpus(monkeypatch)
     assert which_cluster(settings("cluster=4x8 h100"), ranks=32).num_devices == 32
 
 
@@ -95,6 +96,11 @@ def test_a_cluster_that_is_not_understood_is_named() -> None:
         (["plan.shard=3"], "train.global_batch = 8"),
         (["data.source=nosuch.txt"], "nosuch.txt"),
         (["model.family=nosuch_module:build"], "nosuch_module"),
+        (["train.objective=nosuch_module:loss"], "nosuch_module"),
+        (["train.objective=math:pi"], "is no objective"),
+        (["run.backend=mpi"], "backend = 'mpi'"),
+        (["run.init_method=tcp://host"], "init_method = 'tcp://host'"),
+        (["run.init_method=udp://host:1"], "init_method = 'udp://host:1'"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(words: list[str], named: str) -> None:
@@ -102,6 +108,20 @@ def test_what_does_not_fit_is_refused_by_name(words: list[str], named: str) -> N
         make_ready(settings(*words))
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_file_that_fails_is_told_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text("import nosuch_package\n")
+    with pytest.raises(
+        ConfigError, match=r"ModuleNotFoundError: .*'nosuch_package', at .*net\.py:1 in <module>"
+    ):
+        make_ready(settings(model={"family": f"{file}:build"}))
+
+
+def test_an_option_that_a_model_does_not_take_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"'torch.nn:Linear' does not take model.options = {'inn': 2}"):
+        make_ready(settings(model={"family": "torch.nn:Linear", "options": {"inn": 2}}))
 
 
 def test_a_plan_that_does_not_fit_is_refused_before_text_is_prepared(

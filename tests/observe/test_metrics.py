@@ -101,7 +101,10 @@ def test_a_resumed_run_forgets_the_steps_that_it_takes_again(tmp_path: Path) -> 
         writer.write(metrics(step))
         writer.write_eval(step, 1.0, 1, 0.0)
     before = list(read_json_lines(run.metrics_file))
-    forget_after(run, 4)
+    own = run.ranks / "0.jsonl"
+    assert len(list(read_json_lines(own))) == 7
+    forget_after(run, 0, 4)
+    assert [record["step"] for record in read_json_lines(own)] == [1, 2, 3, 4]
     assert list(read_json_lines(run.metrics_file)) == [record for record in before if record["step"] <= 4]
     for step in range(5, 8):
         writer.write(metrics(step))
@@ -116,7 +119,7 @@ def timeless(record: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_new_run_has_nothing_to_forget(tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    forget_after(run, 0)
+    forget_after(run, 0, 0)
     assert not run.metrics_file.exists()
 
 
