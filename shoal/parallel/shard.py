@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.parallel.precision import Types
 from shoal.parallel.units import find_units, group_by_shared_parameters
+from shoal.parallel.unused import is_needed, use_all
 from shoal.plan import Plan
 
 
@@ -34,6 +35,8 @@ def apply_shard(
     groups = [
         [unit.module for unit in members] for members in group_by_shared_parameters(model, find_units(model))
     ]
+    if is_needed() and not getattr(model, "uses_every_parameter", False):
+        _use_all(model, groups)
     for modules in groups:
         fully_shard(
             modules[0] if len(modules) == 1 else modules,
@@ -50,6 +53,13 @@ def apply_shard(
             _sum_gradients(module)
     _prefetch([modules[0] for modules in groups])
     return model
+
+
+def _use_all(model: nn.Module, groups: list[list[nn.Module]]) -> None:
+    in_groups = {module for group in groups for unit in group for module in unit.modules()}
+    for unit in (unit for group in groups for unit in group):
+        use_all(unit, list(unit.modules()))
+    use_all(model, [module for module in model.modules() if module not in in_groups])
 
 
 def is_cut(parameter: nn.Parameter) -> bool:
@@ -85,9 +95,12 @@ def _policy(types: Types, cast_inputs: bool) -> MixedPrecisionPolicy:
 def _sum_gradients(module: Any) -> None:
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
-    if hasattr(
-        module, "set_reduce_scatter_unused_params"
-    ):  # torch 2.13; before, all ranks must skip the same ones
+    _count_unused(module)
+
+
+def _count_unused(module: Any) -> None:
+    """Reduce the gradients of unused parameters too, as zeros; for torch before 2.13 see `shoal.parallel.unused`."""
+    if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.cut import MicroBatch, StepBatch
+from shoal.parallel import shard
 from shoal.parallel.apply import parallelize
 from shoal.parallel.initialise import weights_hash
 from shoal.parallel.replicate import core
@@ -135,6 +137,25 @@ def test_it_trains_as_on_one_device(build: Callable[[], nn.Module], plan: Plan) 
     first, losses, weights = run_ranks(1, train, build, Plan())[0]
     for seen in run_ranks(2, train, build, plan):
         assert seen[0] == first
+        assert seen[1] == pytest.approx(losses, rel=1e-10)
+        for name, weight in weights.items():
+            torch.testing.assert_close(seen[2][name], weight, rtol=0, atol=1e-10, msg=name)
+
+
+def train_as_on_older_torch(world: World, plan: Plan) -> tuple[str, list[float], dict[str, Tensor]]:
+    with (
+        patch.object(shard, "is_needed", lambda: True),
+        patch.object(shard, "_count_unused", lambda module: None),
+    ):
+        return train(world, Branches, plan)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_branches_also_work_with_torch_before_2_13(zero: int) -> None:
+    _, losses, weights = run_ranks(1, train, Branches, Plan())[0]
+    for seen in run_ranks(
+        2, train_as_on_older_torch, Plan.model_validate({"shard": 2, "zero": zero, "micro_batch": 1})
+    ):
         assert seen[1] == pytest.approx(losses, rel=1e-10)
         for name, weight in weights.items():
             torch.testing.assert_close(seen[2][name], weight, rtol=0, atol=1e-10, msg=name)
