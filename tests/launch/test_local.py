@@ -144,7 +144,8 @@ def test_two_launches_at_once_do_not_meet(tmp_path: Path) -> None:
 def start_launcher(folder: Path) -> subprocess.Popen[str]:
     """A launcher in a process of its own, once its ranks have done a few steps of a long job."""
     code = (
-        "import sys\nfrom shoal.config import Settings\nfrom shoal.launch.local import launch\n"
+        "import signal, sys\nfrom shoal.config import Settings\nfrom shoal.launch.local import launch\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         f"outcome = launch(Settings.from_toml(sys.argv[1]), 2, device='cpu', target={LOOP!r})\n"
         "print(outcome.state, outcome.step)"
     )

@@ -12,6 +12,8 @@ import torch
 
 from shoal.observe.metrics import Metrics, MetricsWriter, forget_after, memory_bytes
 from shoal.run import Run, read_json_lines
+from shoal.world import World
+from tests.ranks import run_ranks
 
 
 def metrics(step: int = 1, **changes: Any) -> Metrics:
@@ -136,7 +138,13 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in read.Scalars("eval_loss")] == [(2, 7.0)]
 
 
-def test_memory_of_a_cpu_rank_is_what_the_process_holds() -> None:
-    before = memory_bytes(torch.device("cpu"))
-    held = torch.ones(64 * 2**20, dtype=torch.uint8)
-    assert memory_bytes(torch.device("cpu")) - before > 0.9 * held.nbytes
+def hold_and_free(world: World, size: int) -> int:
+    before = memory_bytes(world.device)
+    held = torch.ones(size, dtype=torch.uint8)
+    del held
+    return memory_bytes(world.device) - before
+
+
+def test_memory_of_a_cpu_rank_is_the_most_that_the_process_held() -> None:
+    size = 256 * 2**20
+    assert run_ranks(1, hold_and_free, size)[0] > 0.9 * size
