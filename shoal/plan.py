@@ -42,6 +42,10 @@ class Plan(BaseModel):
     pipeline: int = Field(1, ge=1, description="ranks that hold consecutive blocks")
     context: int = Field(1, ge=1, description="ranks that share each sequence")
     expert: int = Field(1, ge=1, description="ranks that share the experts of a mixture-of-experts model")
+    context_by: Literal["ring", "all_to_all"] = Field(
+        "ring",
+        description="how ranks of the context axis attend: keys and values go round, or heads are exchanged",
+    )
     micro_batch: int | None = Field(
         None, ge=1, description="samples a rank takes at a time; left out: its whole part of the global batch"
     )
@@ -52,9 +56,9 @@ class Plan(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.zero == 0 and self.shard > 1:
+        if self.zero == 0 and self.cut > 1:
             raise ValueError(
-                f"zero = 0 cuts nothing, but shard = {self.shard}; use zero = 1, 2 or 3, or shard = 1"
+                f"zero = 0 cuts nothing, but shard x context = {self.cut}; use zero = 1, 2 or 3, or leave it out"
             )
         return self
 
@@ -66,9 +70,19 @@ class Plan(BaseModel):
     @property
     def zero_stage(self) -> int:
         """The ZeRO stage in force: 0 with nothing to shard, 3 unless said otherwise."""
-        if self.shard == 1:
+        if self.cut == 1:
             return 0
         return 3 if self.zero is None else self.zero
+
+    @property
+    def cut(self) -> int:
+        """Ranks over which parameters are cut by ZeRO: ranks that share a sequence keep parts of the parameters, too."""
+        return self.shard * self.context
+
+    @property
+    def only_copies(self) -> bool:
+        """Whether every rank holds the whole model."""
+        return self.world_size == self.replicate
 
     @property
     def world_size(self) -> int:
@@ -119,9 +133,9 @@ def require_supported(plan: Plan) -> None:
     Raises:
         ValueError: naming the axis and those that there are.
     """
-    for axis in ("tensor", "pipeline", "context", "expert"):
+    for axis in ("pipeline", "expert"):
         if getattr(plan, axis) > 1:
             raise ValueError(
-                f"plan.{axis} = {getattr(plan, axis)}: this version spreads over replicate and shard; "
+                f"plan.{axis} = {getattr(plan, axis)}: this version spreads over replicate, shard, context and tensor; "
                 f"set plan.{axis} = 1"
             )

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.layout import Layout
 from shoal.models.presets import LlamaDims
 
 
@@ -27,6 +28,7 @@ class Attention(nn.Module):
         self.key = nn.Linear(dims.dim, dims.kv_heads * self.head_dim, bias=False)
         self.value = nn.Linear(dims.dim, dims.kv_heads * self.head_dim, bias=False)
         self.output = nn.Linear(dims.heads * self.head_dim, dims.dim, bias=False)
+        self.attend = causal_attention
 
     def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None) -> Tensor:
         B, T, _ = x.shape  # noqa: N806
@@ -34,15 +36,17 @@ class Attention(nn.Module):
             project(x).view(B, T, -1, self.head_dim) for project in (self.query, self.key, self.value)
         )
         query, key = rotate(query, rotary), rotate(key, rotary)
-        mixed = F.scaled_dot_product_attention(  # (B, H, T, E)
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=True,
-        )
+        mixed = self.attend(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask
+        )  # (B, H, T, E)
         return self.output(mixed.transpose(1, 2).reshape(B, T, -1))
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """torch's attention of (B, H, T, E) to (B, K, T, E), looking back only or as a mask says."""
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )
 
 
 class FeedForward(nn.Module):
@@ -114,6 +118,29 @@ class Llama(nn.Module):
         for block in self.blocks:
             x = block(x, rotary, mask)
         return self.head(self.norm(x))
+
+    def layout(self) -> Layout:
+        """How this model can be cut."""
+        dims = self.dims
+        return Layout(
+            column=("blocks.*.attention.query", "blocks.*.feed_forward.gate", "blocks.*.feed_forward.up"),
+            grouped=("blocks.*.attention.key", "blocks.*.attention.value"),
+            groups=dims.kv_heads,
+            row=("blocks.*.attention.output", "blocks.*.feed_forward.down"),
+            region=("blocks.*.attention", "blocks.*.feed_forward"),
+            embedding="embedding",
+            head="head",
+            sequence_dim=1,
+            attention=("blocks.*.attention",),
+            inputs={"tokens": 1, "labels": 1, "positions": 1},
+            positions="positions",
+            blocks="blocks",
+            counts={
+                "model.heads": dims.heads,
+                "model.ffn": dims.ffn,
+                "the vocabulary (model.vocab)": dims.vocab,
+            },
+        )
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Set one whole parameter's initial value in place; called with a generator of the parameter's own."""

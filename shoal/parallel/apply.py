@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from shoal.job import Precision
+from shoal.parallel.context import apply_context, cut_batch
 from shoal.parallel.initialise import InitParameter, build, initialiser_of, is_meta, materialise
+from shoal.parallel.layout import layout_of
 from shoal.parallel.precision import Types, cast_while_running, types_of
-from shoal.parallel.replicate import apply_replicate
+from shoal.parallel.replicate import apply_replicate, core
 from shoal.parallel.shard import apply_shard, is_cut
+from shoal.parallel.tensor import apply_tensor, with_local_parameters
 from shoal.parallel.units import find_units
 from shoal.plan import Plan, require_supported
 from shoal.world import World
@@ -47,25 +51,65 @@ def parallelize(
         model = shoal.parallelize(MyModel, shoal.Plan(shard=4), world, precision="bf16")
     """
     require_supported(plan)
-    mesh = world.mesh(plan)
+    mesh = world.parameter_mesh(plan)
     types = types_of(precision)
     built = model if isinstance(model, nn.Module) else build(model, seed)
     _to_master(built, types.master)
     if isinstance(model, nn.Module):
         _take_from_rank_0(built, world)
     cast_unit_inputs = bool(getattr(built, "cast_unit_inputs", True))
+    spread = _apply_axes(built, plan, world)
     _prepare_units(built, plan, types, world.device, cast_unit_inputs)
-    if plan.shard > 1:
+    if not plan.only_copies:
         apply_shard(built, plan, mesh, types, cast_unit_inputs=cast_unit_inputs)
     init_parameter = initialiser_of(built)
     if is_meta(built):
         materialise(built, _required(init_parameter, built), world.device, seed)
     _move_rest(built, world.device)
-    if plan.shard > 1:
+    built.__dict__["_shoal_spread"] = spread
+    if not plan.only_copies:
         return built
     return apply_replicate(
         built, plan, mesh, may_skip_parameters=not getattr(built, "uses_every_parameter", False)
     )
+
+
+class Spread(NamedTuple):
+    """What a training step needs to know of how a model was spread."""
+
+    counts: bool = True
+    """this rank's losses count: others that compute the same do not"""
+    coordinates: tuple[int, ...] = ()
+    """the rank's place on the axes along which ranks share samples: their dropout differs"""
+    alike: int = 1
+    """ranks that compute the same gradient of what no axis cuts"""
+    cut_inputs: Callable[[Any], Any] = lambda data: data
+    """from a micro-batch to this rank's part of its sequences"""
+
+
+def spread_of(model: nn.Module) -> Spread:
+    """How a model was spread: as one, if it was not."""
+    return core(model).__dict__.get("_shoal_spread", Spread())
+
+
+def _apply_axes(model: nn.Module, plan: Plan, world: World) -> Spread:
+    """Tensor and context parallelism, which need the model's layout."""
+    if plan.tensor == 1 and plan.context == 1:
+        return Spread()
+    layout = layout_of(model)
+    if layout is None:
+        axis = "tensor" if plan.tensor > 1 else "context"
+        raise ValueError(
+            f"plan.{axis} = {getattr(plan, axis)}, but {type(model).__name__} has no layout that says how it can be cut; give "
+            "it one (shoal.Layout, docs/models.md), or spread it over replicate and shard"
+        )
+    place, cut_inputs = plan.coordinates(world.rank), Spread().cut_inputs
+    if plan.context > 1:
+        sequence = apply_context(model, plan, world.mesh(plan).get_group("context"), layout)
+        cut_inputs = partial(cut_batch, sequence=sequence, layout=layout)
+    if plan.tensor > 1:
+        apply_tensor(model, plan, world.parameter_mesh(plan), layout)
+    return Spread(place["tensor"] == 0, (place["context"], place["tensor"]), plan.tensor, cut_inputs)
 
 
 @torch.no_grad()
@@ -107,7 +151,7 @@ def _prepare_units(
     model: nn.Module, plan: Plan, types: Types, device: torch.device, cast_unit_inputs: bool
 ) -> None:
     """Compile, cast and recompute, in this order from the inside out, by wrapping each unit's forward."""
-    cast = plan.shard == 1 and types.compute != types.master  # sharding casts what it gathers
+    cast = plan.only_copies and types.compute != types.master  # sharding casts what it gathers
     compiled = plan.compile if plan.compile is not None else device.type == "cuda"
     units = [unit.module for unit in find_units(model)]
     in_units = {module for unit in units for module in unit.modules()}
@@ -117,14 +161,18 @@ def _prepare_units(
             forward = cast_while_running(
                 forward, list(unit.modules()), types.compute, cast_inputs=cast_unit_inputs
             )
+        if plan.tensor > 1:
+            forward = with_local_parameters(forward, list(unit.modules()))
         if plan.recompute == "full":
             forward = wraps(forward)(
                 partial(checkpoint, forward, use_reentrant=False, context_fn=partial(_contexts, unit))
             )
         unit.forward = forward
+    rest = [module for module in model.modules() if module not in in_units]
     if cast:
-        rest = [module for module in model.modules() if module not in in_units]
         model.forward = cast_while_running(model.forward, rest, types.compute, cast_inputs=True)
+    if plan.tensor > 1:
+        model.forward = with_local_parameters(model.forward, rest)
 
 
 def _contexts(unit: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

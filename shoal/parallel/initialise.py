@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from shoal.parallel.replicate import core
 from shoal.parallel.shard import reshard
@@ -133,10 +133,22 @@ def copy_whole(parameter: Tensor, whole: Tensor) -> None:
     if not isinstance(parameter, DTensor):
         parameter.copy_(whole)
         return
-    part = distribute_tensor(
-        whole.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
-    parameter.to_local().copy_(part.to_local())
+    parameter.to_local().copy_(part_of(whole, parameter))
+
+
+def part_of(whole: Tensor, parameter: DTensor) -> Tensor:
+    """This rank's part of a whole tensor.
+
+    From the last mesh axis to the first: the tensor axis has cut a parameter before `fully_shard` cuts what is left.
+    """
+    mesh = parameter.device_mesh
+    for axis in reversed(range(mesh.ndim)):
+        placement: Any = parameter.placements[axis]
+        if not placement.is_replicate():
+            parts = whole.chunk(mesh.size(axis), dim=placement.dim)
+            rank = mesh.get_local_rank(axis)
+            whole = parts[rank] if rank < len(parts) else whole.narrow(placement.dim, 0, 0)
+    return whole
 
 
 @torch.no_grad()

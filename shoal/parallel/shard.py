@@ -68,13 +68,18 @@ def is_cut(parameter: nn.Parameter) -> bool:
 
 
 @torch.no_grad()
-def sum_whole_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum, over all ranks, the gradients of trained parameters that sharding left whole. Collective."""
+def sum_whole_gradients(parameters: Iterable[nn.Parameter], alike: int = 1) -> None:
+    """Sum, over all ranks, the gradients of trained parameters that sharding left whole. Collective.
+
+    Args:
+        alike: ranks that have the same gradient, which counts once.
+    """
     whole = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
     if not whole:
         return
     flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in whole])
     dist.all_reduce(flat)
+    flat /= alike
     for parameter, gradient in zip(whole, flat.split([p.numel() for p in whole]), strict=True):
         parameter.grad = gradient.view_as(parameter)
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.data.cut import StepBatch
-from shoal.parallel.apply import synchronise_buffers
+from shoal.parallel.apply import spread_of, synchronise_buffers
 from shoal.parallel.shard import reshard
 from shoal.train.kernels import attention_kernels
-from shoal.train.objective import Objective
+from shoal.train.objective import Objective, output_of
 from shoal.train.step import as_scalar, to_device
 from shoal.world import World
 
@@ -32,13 +32,14 @@ def evaluate(
     """The mean loss of the held-out set, in evaluation mode. Collective; the same on all ranks."""
     synchronise_buffers(model, world)
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
+    spread = spread_of(model)
     model.eval()
     with attention_kernels(world.device):
         for batch in batches:
             for micro in batch.micro_batches:
-                data = to_device(micro.data, world.device)
-                loss = objective.loss(objective.forward(model, data), data)
-                if micro.samples:
+                data = spread.cut_inputs(to_device(micro.data, world.device))
+                loss = objective.loss(output_of(objective, model, data), data)
+                if micro.samples and spread.counts:
                     total += torch.stack((loss.sum.double(), as_scalar(loss.weight, total)))
     reshard(model)
     if world.size > 1:

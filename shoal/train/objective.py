@@ -12,8 +12,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shoal.parallel.precision import tensors_in
+from shoal.parallel.tensor import cross_entropy_sum, whole_output
 
 
 class Loss(NamedTuple):
@@ -33,25 +35,37 @@ class Objective(Protocol):
         """The loss of an output."""
 
 
+def output_of(objective: Objective, model: nn.Module, batch: Any) -> Any:
+    """The model's output on a batch: whole, unless the objective takes parts of a vocabulary."""
+    output = objective.forward(model, batch)
+    return output if getattr(objective, "takes_parts", False) else whole_output(output)
+
+
 class NextToken:
-    """Cross-entropy of the next token, over the labels that are not -100.
+    """Cross-entropy of the next token, over the labels that are not -100. Takes logits that are cut by vocabulary as they are.
 
     Args:
         compiled: compile the loss into few kernels, so that logits are read once; for GPUs.
     """
 
+    takes_parts = True
+
     def __init__(self, *, compiled: bool = False) -> None:
         self._sum = torch.compile(_cross_entropy_sum) if compiled else _cross_entropy_sum
+        self._parts_sum = torch.compile(cross_entropy_sum) if compiled else cross_entropy_sum
 
     def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """Logits (B, T, V)."""
-        if "documents" in batch:
-            return model(batch["tokens"], batch["positions"], batch["documents"])
-        return model(batch["tokens"])
+        known = {name: batch[name] for name in ("positions", "documents") if name in batch}
+        return model(batch["tokens"], **known)
 
     def loss(self, output: Tensor, batch: dict[str, Tensor]) -> Loss:
         labels = batch["labels"]
-        return Loss(self._sum(output, labels), (labels != -100).sum())
+        weight = (labels != -100).sum()
+        if isinstance(output, DTensor):
+            parts, group = output.to_local().flatten(0, 1), output.device_mesh.get_group()
+            return Loss(self._parts_sum(parts, labels.flatten(), group), weight)
+        return Loss(self._sum(output, labels), weight)
 
 
 def _cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:

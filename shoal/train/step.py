@@ -24,13 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.data.cut import MicroBatch, StepBatch
 from shoal.job import Optimizer, Precision
-from shoal.parallel.apply import accumulation
+from shoal.parallel.apply import accumulation, spread_of
 from shoal.parallel.initialise import seed_of
 from shoal.parallel.precision import map_tensors, tensors_in, types_of
 from shoal.parallel.shard import sum_whole_gradients
 from shoal.plan import Plan
 from shoal.train.kernels import attention_kernels
-from shoal.train.objective import Objective
+from shoal.train.objective import Objective, output_of
 from shoal.train.optimizer import LocalOptimizer
 from shoal.train.scale import LossScale
 from shoal.train.schedule import learning_rate
@@ -142,6 +142,7 @@ class Step:
             )
         self.model, self.objective, self.plan, self.world = model, objective, plan, world
         self.optimizer = LocalOptimizer(model, optimizer)
+        self._spread = spread_of(model)
         self._total_steps, self._seed, self._on_phase = total_steps or 1, seed, on_phase
         self._sum_type = types_of(precision).master
         self._loss_scale = LossScale(*scale, device=world.device) if precision == "fp16" else None
@@ -174,14 +175,17 @@ class Step:
         total = torch.zeros(2, dtype=self._sum_type, device=self.world.device)
         for index, micro in enumerate(micro_batches):
             # dropout depends on the samples' place in the run, not on the rank that has them
-            seed_device(self.world.device, seed_of(self._seed, "step", micro.first))
+            seed_device(
+                self.world.device, seed_of(self._seed, "step", micro.first, *self._spread.coordinates)
+            )
             with accumulation(self.model, self.plan, last=index == len(micro_batches) - 1):
-                data = to_device(micro.data, self.world.device)
-                output = self.objective.forward(self.model, data)
+                data = self._spread.cut_inputs(to_device(micro.data, self.world.device))
+                output = output_of(self.objective, self.model, data)
                 self._check_output(output)
                 loss = self.objective.loss(output, data)
                 counts = 1.0 if micro.samples else 0.0  # a filler keeps ranks in step and adds nothing
                 self._backward(loss.sum * (self._factor * counts))
+                counts *= self._spread.counts
                 total += torch.stack((loss.sum.detach() * counts, as_scalar(loss.weight, total) * counts))
         return total[0], total[1]
 
@@ -206,7 +210,7 @@ class Step:
             self.optimizer.rebind()
             self._bound = True
         if isinstance(self.model, FSDPModule):
-            sum_whole_gradients(self.optimizer.parameters.values())
+            sum_whole_gradients(self.optimizer.parameters.values(), self._spread.alike)
         squares = self._sum_of_squares(self.optimizer.take_gradients())
         sums = torch.stack((loss, weight, squares, torch.full_like(loss, float(stop))))
         if self.world.size > 1:
@@ -244,7 +248,7 @@ class Step:
             return self.world.size
         mesh, cut = parameter.device_mesh, 1
         for axis, placement in enumerate(parameter.placements):
-            cut *= mesh.size(axis) if placement.is_shard() else 1
+            cut *= 1 if placement.is_replicate() else mesh.size(axis)
         return self.world.size // cut
 
     def state(self) -> dict[str, Tensor]:

@@ -77,6 +77,11 @@ class World:
             self._meeting.meet("mesh")  # as for "join": all groups are connected before anyone goes on
         return self._meshes[degrees]
 
+    def parameter_mesh(self, plan: Plan) -> DeviceMesh:
+        """As `mesh`, with shard and context as one axis, "shard": over both, parameters are cut and gradients summed."""
+        joined = plan.model_copy(update={"shard": plan.cut, "context": 1})
+        return self.mesh(joined)
+
     def barrier(self, what: str, problem: str = "", *, deadline_s: float | None = None) -> None:
         """Wait for every rank to come to `what`; a `problem` that any rank brings is raised on all.
 

@@ -1,0 +1,55 @@
+"""`Layout`: what tensor, pipeline, context and expert parallelism need to know of a model. Copies and shards need nothing.
+
+A model offers it as its method or attribute `layout`. Modules are named by their dotted path, `*` for any part of one:
+"blocks.*.attention.query".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model can be cut.
+
+    Tensor parallelism: a `column` linear is cut by its outputs and a `row` linear by its inputs, so that what lies between
+    needs no communication. `region` names the modules whose inputs all ranks need whole: each begins before its columns
+    and ends with its row. With `sequence_dim` what lies outside of regions (norms, dropout, the residual stream) is cut along
+    that dim of the activations (sequence parallel); without it is computed on all ranks alike.
+
+    Example:
+        Layout(
+            column=("layers.*.attention.query", "layers.*.attention.key", "layers.*.attention.value", "layers.*.mlp.up"),
+            row=("layers.*.attention.output", "layers.*.mlp.down"),
+            region=("layers.*.attention", "layers.*.mlp"),
+            counts={"heads": 8},
+        )
+    """
+
+    column: tuple[str, ...] = ()
+    """linears cut by outputs"""
+    row: tuple[str, ...] = ()
+    """linears cut by inputs; their outputs are summed over ranks"""
+    grouped: tuple[str, ...] = ()
+    """column linears with fewer groups of outputs (`groups`: key/value heads) than ranks may be: those are on several ranks"""
+    groups: int = 1
+    """groups of outputs of a `grouped` linear, which stay whole"""
+    region: tuple[str, ...] = ()
+    """modules between whose entry and exit the columns and rows lie"""
+    embedding: str | None = None
+    """the token embedding, cut by vocabulary"""
+    head: str | None = None
+    """the linear that gives logits, cut by vocabulary; a region of its own"""
+    sequence_dim: int | None = None
+    """the dim of activations along which they are cut outside of regions"""
+    attention: tuple[str, ...] = ()
+    """modules whose function `attend(query, key, value, mask)` context parallelism replaces; (B, heads, T, width) each"""
+    inputs: dict[str, int] = field(default_factory=dict)
+    """entries of a batch that have a sequence, and the dim that it is: {"tokens": 1, "labels": 1}"""
+    positions: str | None = None
+    """the entry of a batch that says where tokens are, which is added if it is not there"""
+    blocks: str | None = None
+    """the container of the blocks that follow each other, for pipeline parallelism"""
+    counts: dict[str, int] = field(default_factory=dict)
+    """what the tensor degree must divide, by the name that a message gives it"""
