@@ -50,6 +50,11 @@ class Layout:
     positions: str | None = None
     """the entry of a batch that says where tokens are, which is added if it is not there"""
     blocks: str | None = None
-    """the container of the blocks that follow each other, for pipeline parallelism"""
+    """the container of the blocks that follow each other, for pipeline parallelism: its model has methods `begin(*inputs)`, what
+    comes before the blocks, `side_inputs(*inputs)`, what each block gets beside, and `end(x)`, what comes after them"""
+    begin: tuple[str, ...] = ()
+    """modules that `begin` uses"""
+    end: tuple[str, ...] = ()
+    """modules that `end` uses"""
     counts: dict[str, int] = field(default_factory=dict)
     """what the tensor degree must divide, by the name that a message gives it"""

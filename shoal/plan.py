@@ -15,6 +15,9 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """Mesh axes in rank order, the slowest link first. `expert` re-uses ranks of the data axes."""
 
 
+_STAGES = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}
+
+
 class Plan(BaseModel):
     """Mesh degrees and how memory is traded for time.
 
@@ -46,6 +49,14 @@ class Plan(BaseModel):
         "ring",
         description="how ranks of the context axis attend: keys and values go round, or heads are exchanged",
     )
+    schedule: Literal[
+        "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"
+    ] = Field(
+        "1f1b", description="the order in which a pipeline's stages run micro-batches forward and backward"
+    )
+    virtual_stages: int | None = Field(
+        None, ge=1, description="stages a pipeline rank; left out: 1, and 2 for schedules that need more"
+    )
     micro_batch: int | None = Field(
         None, ge=1, description="samples a rank takes at a time; left out: its whole part of the global batch"
     )
@@ -59,6 +70,15 @@ class Plan(BaseModel):
         if self.zero == 0 and self.cut > 1:
             raise ValueError(
                 f"zero = 0 cuts nothing, but shard x context = {self.cut}; use zero = 1, 2 or 3, or leave it out"
+            )
+        if (
+            self.virtual_stages is not None
+            and self.schedule in _STAGES
+            and self.virtual_stages != _STAGES[self.schedule]
+        ):
+            raise ValueError(
+                f"schedule = {self.schedule!r} has {_STAGES[self.schedule]} stages a rank, but virtual_stages = "
+                f"{self.virtual_stages}; leave it out, or use interleaved_1f1b, looped_bfs or interleaved_zero_bubble"
             )
         return self
 
@@ -78,6 +98,11 @@ class Plan(BaseModel):
     def cut(self) -> int:
         """Ranks over which parameters are cut by ZeRO: ranks that share a sequence keep parts of the parameters, too."""
         return self.shard * self.context
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages of a pipeline that each of its ranks has."""
+        return self.virtual_stages or (1 if self.schedule in ("gpipe", "1f1b") else 2)
 
     @property
     def only_copies(self) -> bool:
@@ -133,9 +158,9 @@ def require_supported(plan: Plan) -> None:
     Raises:
         ValueError: naming the axis and those that there are.
     """
-    for axis in ("pipeline", "expert"):
+    for axis in ("expert",):
         if getattr(plan, axis) > 1:
             raise ValueError(
-                f"plan.{axis} = {getattr(plan, axis)}: this version spreads over replicate, shard, context and tensor; "
+                f"plan.{axis} = {getattr(plan, axis)}: this version spreads over pipeline, replicate, shard, context and tensor; "
                 f"set plan.{axis} = 1"
             )

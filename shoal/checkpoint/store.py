@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -65,8 +66,9 @@ def save(
             f"checkpoint {aside} could not be written: {problem}; {free / 2**20:,.0f} MiB were free"
         )
     path = aside.with_suffix("")
+    tensors = _describe(state, world)
     if world.is_main:
-        problem = _commit_here(aside, step, state, facts, keep)
+        problem = _commit_here(aside, step, tensors, facts, keep)
     if problem := world.broadcast_text(problem if world.is_main else None):
         raise CheckpointError(problem)
     return path
@@ -86,12 +88,21 @@ def _start(folder: Path, step: int, world: World) -> Path:
     return Path(path)
 
 
-def _commit_here(aside: Path, step: int, state: dict[str, Tensor], facts: dict[str, Any], keep: int) -> str:
-    """Commit on rank 0; returns what went wrong, if anything."""
-    tensors = {
+def _describe(state: dict[str, Tensor], world: World) -> dict[str, Any]:
+    """Shape and type of every tensor that any rank has; ranks of a pipeline have different ones."""
+    mine = {
         name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
         for name, t in state.items()
     }
+    if world.size == 1:
+        return mine
+    everyone: list[Any] = [None] * world.size
+    dist.all_gather_object(everyone, mine)
+    return {name: tensor for known in everyone for name, tensor in known.items()}
+
+
+def _commit_here(aside: Path, step: int, tensors: dict[str, Any], facts: dict[str, Any], keep: int) -> str:
+    """Commit on rank 0; returns what went wrong, if anything."""
     manifest = {
         "format": 1,
         "step": step,

@@ -110,13 +110,27 @@ class Llama(nn.Module):
             positions: (B, T), left out: 0 to T-1.
             documents: (B, T) ids; attention stays inside a document. Left out: one document.
         """
+        side = self.side_inputs(tokens, positions, documents)
+        x = self.begin(tokens)
+        for block in self.blocks:
+            x = block(x, *side)
+        return self.end(x)
+
+    def begin(self, tokens: Tensor, *_: Tensor | None, **__: Tensor | None) -> Tensor:
+        """What comes before the blocks: (B, T, D)."""
+        return self.embedding(tokens)
+
+    def side_inputs(
+        self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What each block gets beside the residual stream: rotary table and mask."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         rotary = rotary_table(positions, self.dims.head_dim, self.dims.rope_theta)
-        mask = None if documents is None else document_mask(documents)
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, rotary, mask)
+        return rotary, None if documents is None else document_mask(documents)
+
+    def end(self, x: Tensor) -> Tensor:
+        """What comes after the blocks: logits (B, T, V)."""
         return self.head(self.norm(x))
 
     def layout(self) -> Layout:
@@ -135,6 +149,8 @@ class Llama(nn.Module):
             inputs={"tokens": 1, "labels": 1, "positions": 1},
             positions="positions",
             blocks="blocks",
+            begin=("embedding",),
+            end=("norm", "head"),
             counts={
                 "model.heads": dims.heads,
                 "model.ffn": dims.ffn,

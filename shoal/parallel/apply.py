@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,14 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from shoal.job import Precision
-from shoal.parallel.context import apply_context, cut_batch
 from shoal.parallel.initialise import InitParameter, build, initialiser_of, is_meta, materialise
-from shoal.parallel.layout import layout_of
 from shoal.parallel.precision import Types, cast_while_running, types_of
-from shoal.parallel.replicate import apply_replicate, core
+from shoal.parallel.replicate import apply_replicate
 from shoal.parallel.shard import apply_shard, is_cut
-from shoal.parallel.tensor import apply_tensor, with_local_parameters
-from shoal.parallel.units import find_units
+from shoal.parallel.spread import apply_axes, remember, spread_of
+from shoal.parallel.tensor import with_local_parameters
+from shoal.parallel.units import Unit, find_units
 from shoal.plan import Plan, require_supported
 from shoal.world import World
 
@@ -58,58 +56,23 @@ def parallelize(
     if isinstance(model, nn.Module):
         _take_from_rank_0(built, world)
     cast_unit_inputs = bool(getattr(built, "cast_unit_inputs", True))
-    spread = _apply_axes(built, plan, world)
-    _prepare_units(built, plan, types, world.device, cast_unit_inputs)
-    if not plan.only_copies:
-        apply_shard(built, plan, mesh, types, cast_unit_inputs=cast_unit_inputs)
+    units = find_units(built)
+    spread = apply_axes(built, plan, world)
+    there = set(built.modules())
+    units = [unit for unit in units if unit.module in there]
+    _prepare_units(built, units, plan, types, world.device, cast_unit_inputs)
+    for root in () if plan.only_copies else spread.roots or (built,):
+        apply_shard(root, units, plan, mesh, types, cast_unit_inputs=cast_unit_inputs)
     init_parameter = initialiser_of(built)
     if is_meta(built):
         materialise(built, _required(init_parameter, built), world.device, seed)
-    _move_rest(built, world.device)
-    built.__dict__["_shoal_spread"] = spread
+    _move_rest(built, plan, world.device)
+    remember(built, spread)
     if not plan.only_copies:
         return built
     return apply_replicate(
         built, plan, mesh, may_skip_parameters=not getattr(built, "uses_every_parameter", False)
     )
-
-
-class Spread(NamedTuple):
-    """What a training step needs to know of how a model was spread."""
-
-    counts: bool = True
-    """this rank's losses count: others that compute the same do not"""
-    coordinates: tuple[int, ...] = ()
-    """the rank's place on the axes along which ranks share samples: their dropout differs"""
-    alike: int = 1
-    """ranks that compute the same gradient of what no axis cuts"""
-    cut_inputs: Callable[[Any], Any] = lambda data: data
-    """from a micro-batch to this rank's part of its sequences"""
-
-
-def spread_of(model: nn.Module) -> Spread:
-    """How a model was spread: as one, if it was not."""
-    return core(model).__dict__.get("_shoal_spread", Spread())
-
-
-def _apply_axes(model: nn.Module, plan: Plan, world: World) -> Spread:
-    """Tensor and context parallelism, which need the model's layout."""
-    if plan.tensor == 1 and plan.context == 1:
-        return Spread()
-    layout = layout_of(model)
-    if layout is None:
-        axis = "tensor" if plan.tensor > 1 else "context"
-        raise ValueError(
-            f"plan.{axis} = {getattr(plan, axis)}, but {type(model).__name__} has no layout that says how it can be cut; give "
-            "it one (shoal.Layout, docs/models.md), or spread it over replicate and shard"
-        )
-    place, cut_inputs = plan.coordinates(world.rank), Spread().cut_inputs
-    if plan.context > 1:
-        sequence = apply_context(model, plan, world.mesh(plan).get_group("context"), layout)
-        cut_inputs = partial(cut_batch, sequence=sequence, layout=layout)
-    if plan.tensor > 1:
-        apply_tensor(model, plan, world.parameter_mesh(plan), layout)
-    return Spread(place["tensor"] == 0, (place["context"], place["tensor"]), plan.tensor, cut_inputs)
 
 
 @torch.no_grad()
@@ -148,12 +111,17 @@ def _take_from_rank_0(model: nn.Module, world: World) -> None:
 
 
 def _prepare_units(
-    model: nn.Module, plan: Plan, types: Types, device: torch.device, cast_unit_inputs: bool
+    model: nn.Module,
+    all_units: list[Unit],
+    plan: Plan,
+    types: Types,
+    device: torch.device,
+    cast_unit_inputs: bool,
 ) -> None:
     """Compile, cast and recompute, in this order from the inside out, by wrapping each unit's forward."""
     cast = plan.only_copies and types.compute != types.master  # sharding casts what it gathers
     compiled = plan.compile if plan.compile is not None else device.type == "cuda"
-    units = [unit.module for unit in find_units(model)]
+    units = [unit.module for unit in all_units]
     in_units = {module for unit in units for module in unit.modules()}
     for unit in units:
         forward = torch.compile(unit.forward) if compiled else unit.forward
@@ -193,9 +161,9 @@ def _buffers_kept(unit: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _move_rest(model: nn.Module, device: torch.device) -> None:
+def _move_rest(model: nn.Module, plan: Plan, device: torch.device) -> None:
     """Move to the device what sharding leaves alone: buffers and integer parameters, or the whole of a plain model."""
-    if isinstance(model, FSDPModule):
+    if not plan.only_copies:
         for parameter in model.parameters():
             if not is_cut(parameter):
                 parameter.data = parameter.data.to(device)
@@ -208,18 +176,21 @@ def _move_rest(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def synchronise_buffers(model: nn.Module, world: World) -> None:
-    """Make floating-point buffers that differ between ranks (running statistics) their mean over all ranks. Collective.
+    """Make floating-point buffers that differ between ranks (running statistics) their mean over ranks with other samples.
 
-    Those that are equal are kept to the bit: a sum over 3 ranks, divided by 3, would let constants drift.
+    Collective. Those that are equal are kept to the bit: a sum over 3 ranks, divided by 3, would let constants drift.
     """
+    groups = spread_of(model).data_groups or (dist.group.WORLD,)
     for buffer in model.buffers():
         if world.size == 1 or not buffer.is_floating_point():
             continue
-        least, most, mean = buffer.clone(), buffer.clone(), buffer.clone()
-        dist.all_reduce(least, op=dist.ReduceOp.MIN)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        dist.all_reduce(mean)
-        buffer.copy_(torch.where(least == most, buffer, mean / world.size))
+        least, most, mean, ranks = buffer.clone(), buffer.clone(), buffer.clone(), 1
+        for group in groups:
+            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(mean, group=group)
+            ranks *= dist.get_world_size(group)
+        buffer.copy_(torch.where(least == most, buffer, mean / ranks))
 
 
 @contextmanager

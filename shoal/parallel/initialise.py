@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -153,11 +154,15 @@ def part_of(whole: Tensor, parameter: DTensor) -> Tensor:
 
 @torch.no_grad()
 def weights_hash(model: nn.Module) -> str:
-    """sha256 over the names and bytes of all whole parameters; equal for every plan. Collective for sharded models."""
-    digest = hashlib.sha256()
+    """sha256 over the names and bytes of all whole parameters; equal for every plan. Collective for spread models."""
+    digests: dict[str, str] = {}
     reshard(model)
-    for name, parameter in sorted(core(model).named_parameters()):
+    for name, parameter in core(model).named_parameters():
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        digest.update(name.encode())
-        digest.update(whole.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+        content = whole.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        digests[name] = hashlib.sha256(content).hexdigest()
+    if dist.is_initialized():  # ranks of a pipeline have different ones
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, digests)
+        digests = {name: digest for known in everyone for name, digest in known.items()}
+    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()

@@ -14,13 +14,19 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shoal.parallel.precision import Types
-from shoal.parallel.units import find_units, group_by_shared_parameters
+from shoal.parallel.units import Unit, group_by_shared_parameters
 from shoal.parallel.unused import is_needed, use_all
 from shoal.plan import Plan
 
 
 def apply_shard(
-    model: nn.Module, plan: Plan, mesh: DeviceMesh, types: Types, *, cast_unit_inputs: bool
+    model: nn.Module,
+    units: list[Unit],
+    plan: Plan,
+    mesh: DeviceMesh,
+    types: Types,
+    *,
+    cast_unit_inputs: bool,
 ) -> nn.Module:
     """Cut every parameter over the shard axis, unit by unit, in place.
 
@@ -28,13 +34,14 @@ def apply_shard(
     and 2 keep them until the step's last backward. Gradients are summed, not averaged: `Step` divides once.
 
     Args:
+        units: of the model, or of a larger one that this is a part of.
         cast_unit_inputs: cast floating-point inputs of units to the compute type.
     """
     axes = mesh["replicate", "shard"] if plan.replicate > 1 else mesh["shard"]
     keep = {parameter for parameter in model.parameters() if not is_cut(parameter)}
-    groups = [
-        [unit.module for unit in members] for members in group_by_shared_parameters(model, find_units(model))
-    ]
+    there = set(model.modules())
+    units = [unit for unit in units if unit.module in there]
+    groups = [[unit.module for unit in members] for members in group_by_shared_parameters(model, units)]
     if is_needed() and not getattr(model, "uses_every_parameter", False):
         _use_all(model, groups)
     for modules in groups:
@@ -68,25 +75,21 @@ def is_cut(parameter: nn.Parameter) -> bool:
 
 
 @torch.no_grad()
-def sum_whole_gradients(parameters: Iterable[nn.Parameter], alike: int = 1) -> None:
-    """Sum, over all ranks, the gradients of trained parameters that sharding left whole. Collective.
-
-    Args:
-        alike: ranks that have the same gradient, which counts once.
-    """
+def sum_whole_gradients(parameters: Iterable[nn.Parameter], groups: Iterable[dist.ProcessGroup]) -> None:
+    """Sum, over all groups in turn, the gradients of trained parameters that sharding left whole. Collective."""
     whole = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
     if not whole:
         return
     flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).reshape(-1) for p in whole])
-    dist.all_reduce(flat)
-    flat /= alike
+    for group in groups:
+        dist.all_reduce(flat, group=group)
     for parameter, gradient in zip(whole, flat.split([p.numel() for p in whole]), strict=True):
         parameter.grad = gradient.view_as(parameter)
 
 
 def reshard(model: nn.Module) -> None:
     """Free gathered parameters, so that the model's own are the masters again: what is saved, hashed and updated."""
-    for module in model.modules():
+    for module in (*model.modules(), *model.__dict__.get("_shoal_roots", ())):
         if isinstance(module, FSDPModule):
             module.reshard()
 

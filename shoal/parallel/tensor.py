@@ -89,11 +89,11 @@ class _Cut:
         self.group = axis.get_group()
         self.parts: dict[nn.Parameter, nn.Parameter] = {}
 
-    def column(self, path: str, linear: nn.Linear) -> None:
+    def column(self, path: str, linear: Any) -> None:
         self._cut(linear, "weight", 0)
         self._cut(linear, "bias", 0)
 
-    def row(self, path: str, linear: nn.Linear) -> None:
+    def row(self, path: str, linear: Any) -> None:
         self._cut(linear, "weight", 1)
         linear.forward = _row_forward(linear, self.layout.sequence_dim, self.group)
         if linear.bias is not None:  # added after the sum: to a part of the sequence, or by all alike
@@ -109,13 +109,14 @@ class _Cut:
             if getattr(linear, name) is not None:
                 self._whole(linear, name, differs=True, rows=slice(first, first + width))
 
-    def embedding(self, path: str, module: nn.Module) -> None:
+    def embedding(self, path: str, module: Any) -> None:
         if not isinstance(module, nn.Embedding):
             raise ValueError(
                 f"layout: embedding = {path!r} is {type(module).__name__}; expected nn.Embedding"
             )
         self._cut(module, "weight", 0)
-        module.forward = _embedding_forward(module, self.layout.sequence_dim, self.group)
+        replaced: Any = module
+        replaced.forward = _embedding_forward(module, self.layout.sequence_dim, self.group)
 
     def rest(self) -> None:
         """Every other parameter is on all ranks whole."""

@@ -48,7 +48,7 @@ class LocalOptimizer:
                 self._state_of(name)
 
     @torch.no_grad()
-    def take_gradients(self) -> list[Tensor]:
+    def take_gradients(self) -> dict[str, Tensor]:
         """Move gradients from the parameters to the local parts; a parameter that was not used has gradient zero.
 
         [Note: unused parameters] Whether some rank used a parameter depends on how the batch was cut. "No gradient" would
@@ -61,7 +61,7 @@ class LocalOptimizer:
             else:
                 part.grad = local(parameter.grad)
                 parameter.grad = None
-        return [part.grad for part in self._locals.values() if part.grad is not None]
+        return {name: part.grad for name, part in self._locals.items() if part.grad is not None}
 
     def step(self, lr: float, divide_by: Tensor, skip: Tensor) -> None:
         """Update with gradients divided by `divide_by`, or do nothing where `skip` is 1; no wait for the device.

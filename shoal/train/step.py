@@ -18,16 +18,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.data.cut import MicroBatch, StepBatch
 from shoal.job import Optimizer, Precision
-from shoal.parallel.apply import accumulation, spread_of
+from shoal.parallel.apply import accumulation
 from shoal.parallel.initialise import seed_of
+from shoal.parallel.pipeline import Pipeline
 from shoal.parallel.precision import map_tensors, tensors_in, types_of
 from shoal.parallel.shard import sum_whole_gradients
+from shoal.parallel.spread import spread_of
 from shoal.plan import Plan
 from shoal.train.kernels import attention_kernels
 from shoal.train.objective import Objective, output_of
@@ -149,7 +150,7 @@ class Step:
         # exact in binary, so that it costs no rounding
         self._factor = 2.0 ** -round(math.log2(max(usual_weight, 1.0)))
         self._averaged = plan.replicate if isinstance(model, DistributedDataParallel) else 1
-        self._copies = [self._copies_of(parameter) for parameter in self.optimizer.parameters.values()]
+        self._copies = [self._copies_of(*named) for named in self.optimizer.parameters.items()]
         self._bound = False
 
     def __call__(self, batch: StepBatch, *, stop: bool = False) -> StepResult:
@@ -172,6 +173,8 @@ class Step:
         """Gradients of the factored sum of losses; returns this rank's (sum of losses, weight)."""
         if not self.model.training:
             self.model.train()
+        if self._spread.pipeline is not None:
+            return self._pipelined(self._spread.pipeline, micro_batches)
         total = torch.zeros(2, dtype=self._sum_type, device=self.world.device)
         for index, micro in enumerate(micro_batches):
             # dropout depends on the samples' place in the run, not on the rank that has them
@@ -189,6 +192,29 @@ class Step:
                 total += torch.stack((loss.sum.detach() * counts, as_scalar(loss.weight, total) * counts))
         return total[0], total[1]
 
+    def _pipelined(self, pipeline: Pipeline, micro_batches: tuple[MicroBatch, ...]) -> tuple[Tensor, Tensor]:
+        """The same by a pipeline's schedule, in which each rank runs its stages of every micro-batch."""
+        data = [self._spread.cut_inputs(to_device(micro.data, self.world.device)) for micro in micro_batches]
+        sums = torch.zeros(len(micro_batches), 2, dtype=self._sum_type, device=self.world.device)
+
+        def run(index: int, last: bool) -> Tensor:
+            seed_device(
+                self.world.device,
+                seed_of(self._seed, "step", micro_batches[index].first, *self._spread.coordinates),
+            )
+            output = output_of(self.objective, self.model, data[index])
+            if not last:
+                return output
+            loss = self.objective.loss(output, data[index])
+            counts = 1.0 if micro_batches[index].samples else 0.0
+            told = counts * self._spread.counts
+            sums[index] = torch.stack((loss.sum.detach() * told, as_scalar(loss.weight, sums) * told))
+            return self._scaled(loss.sum * (self._factor * counts)).expand(1).clone()
+
+        pipeline.step(run, len(micro_batches), train=True)
+        total = sums.sum(0)
+        return total[0], total[1]
+
     def _check_output(self, output: Any) -> None:
         """Gradients of a spread model are found through the tensors of its output, which torch must be able to see."""
         if self._bound or self.world.size == 1 or any(tensor.requires_grad for tensor in tensors_in(output)):
@@ -199,9 +225,10 @@ class Step:
         )
 
     def _backward(self, loss: Tensor) -> None:
-        if self._loss_scale is not None:
-            loss = loss.float() * self._loss_scale.value
-        loss.backward()
+        self._scaled(loss).backward()
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self._loss_scale is None else loss.float() * self._loss_scale.value
 
     @torch.no_grad()
     def _reduce(self, loss: Tensor, weight: Tensor, stop: bool) -> Tensor:
@@ -209,9 +236,12 @@ class Step:
         if not self._bound:
             self.optimizer.rebind()
             self._bound = True
-        if isinstance(self.model, FSDPModule):
-            sum_whole_gradients(self.optimizer.parameters.values(), self._spread.alike)
-        squares = self._sum_of_squares(self.optimizer.take_gradients())
+        if not self.plan.only_copies:
+            sum_whole_gradients(self.optimizer.parameters.values(), self._spread.data_groups)
+        gradients = self.optimizer.take_gradients()
+        if self._spread.pipeline is not None:
+            self._spread.pipeline.sum_tied_gradients(gradients)
+        squares = self._sum_of_squares(list(gradients.values()))
         sums = torch.stack((loss, weight, squares, torch.full_like(loss, float(stop))))
         if self.world.size > 1:
             dist.all_reduce(sums)
@@ -242,14 +272,18 @@ class Step:
             total += sum_of_squares(parts).to(total.dtype) / copies
         return total
 
-    def _copies_of(self, parameter: Tensor) -> int:
+    def _copies_of(self, name: str, parameter: Tensor) -> int:
         """On how many ranks each element of a parameter is."""
+        pipeline = self._spread.pipeline
+        on = self.world.size // self.plan.pipeline
+        if pipeline is not None and name in {tie.name for tie in pipeline.ties}:
+            on *= 2
         if not isinstance(parameter, DTensor):
-            return self.world.size
+            return on
         mesh, cut = parameter.device_mesh, 1
         for axis, placement in enumerate(parameter.placements):
             cut *= 1 if placement.is_replicate() else mesh.size(axis)
-        return self.world.size // cut
+        return on // cut
 
     def state(self) -> dict[str, Tensor]:
         """Everything beside the weights that the next step depends on, by name; tensors are updated in place."""

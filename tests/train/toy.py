@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -38,8 +39,12 @@ class Record(NamedTuple):
     weights: dict[str, Tensor]
 
 
-def build() -> nn.Module:
-    return Llama(DIMS)
+DEEP = DIMS._replace(layers=4, vocab=52)
+"""Enough blocks for 4 stages, and a vocabulary for 4 ranks"""
+
+
+def build(dims: LlamaDims = DIMS) -> nn.Module:
+    return Llama(dims)
 
 
 def global_batch(step: int) -> dict[str, Tensor]:
@@ -65,10 +70,15 @@ def part_of(batch: dict[str, Tensor], step: int, plan: Plan, rank: int) -> StepB
 
 
 def run_plan(
-    world: World, plan: Plan, precision: Precision, optimizer: Optimizer = OPTIMIZER, steps: int = STEPS
+    world: World,
+    plan: Plan,
+    precision: Precision,
+    optimizer: Optimizer = OPTIMIZER,
+    steps: int = STEPS,
+    dims: LlamaDims = DIMS,
 ) -> Record:
     """Train the toy job under a plan."""
-    model = parallelize(build, plan, world, precision=precision, seed=7)
+    model = parallelize(partial(build, dims), plan, world, precision=precision, seed=7)
     initial = weights_hash(model)
     step = Step(
         model,
@@ -96,10 +106,12 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def run_by_hand(dtype: torch.dtype, optimizer: Optimizer = OPTIMIZER, steps: int = STEPS) -> Record:
+def run_by_hand(
+    dtype: torch.dtype, optimizer: Optimizer = OPTIMIZER, steps: int = STEPS, dims: LlamaDims = DIMS
+) -> Record:
     """The same job in plain torch: one process, whole batches, torch's own clipping and unfused optimizer."""
     torch.manual_seed(0)
-    model = build().to(dtype)
+    model = build(dims).to(dtype)
     with torch.no_grad():
         for name, p in model.named_parameters():
             whole = torch.empty(p.shape, dtype=torch.float32)

@@ -1,0 +1,306 @@
+"""The pipeline axis: consecutive blocks on consecutive ranks, run by a schedule of torch.distributed.pipelining.
+
+A stage runs the model's own forward: the first stage begins it, every stage runs its blocks, the last stage ends it and
+computes the loss. What is not a rank's is taken out of the model, so that names stay those of the whole model. Gradients of all
+micro-batches are added up before they are sent over the data axes.
+
+Sources: Huang et al. 2019 (GPipe, arXiv:1811.06965); Narayanan et al. 2021 (1F1B, interleaved, arXiv:2104.04473); Lamy-Poirier
+2023 (looped breadth-first, arXiv:2211.05953); Qi et al. 2024 (zero bubble, arXiv:2401.10241; ZBV, arXiv:2405.15362);
+DeepSeek-AI 2024 (DualPipe, arXiv:2412.19437).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+
+from shoal.layout import Layout
+from shoal.parallel.layout import modules_named
+from shoal.plan import Plan
+
+SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+MULTIPLE = {
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "looped_bfs": ScheduleLoopedBFS,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+
+class Absent(nn.Module):
+    """Stands where another rank has a module, so that names stay."""
+
+
+class Stage(nn.Module):
+    """A stage's modules; its forward is what the pipeline is told to run."""
+
+    def __init__(
+        self,
+        index: int,
+        blocks: Sequence[nn.Module],
+        others: Sequence[nn.Module],
+        *,
+        uses_every_parameter: bool,
+    ) -> None:
+        super().__init__()
+        self.index, self.uses_every_parameter = index, uses_every_parameter
+        self.blocks = nn.ModuleList(blocks)
+        self.others = nn.ModuleList(others)
+        self.run: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor, micro: Tensor) -> Tensor:
+        if self.run is None:
+            raise RuntimeError("a pipeline's stage runs as part of a step")
+        return self.run(x, micro)
+
+
+class Tie(NamedTuple):
+    """A parameter that the first and the last stage both have."""
+
+    name: str
+    other_rank: int
+
+
+@dataclass(eq=False)
+class Pipeline:
+    """This rank's stages, and the schedule that runs them."""
+
+    model: nn.Module
+    plan: Plan
+    group: dist.ProcessGroup
+    device: torch.device
+    stages: list[Stage]
+    blocks: list[nn.Module]
+    """of the whole model; those of other ranks are `Absent`"""
+    ties: list[Tie]
+    active: Stage | None = None
+    incoming: Tensor | None = None
+    _schedules: dict[tuple[int, bool], Any] = field(default_factory=dict)
+
+    @property
+    def num_stages(self) -> int:
+        return self.plan.pipeline * self.plan.stages_per_rank
+
+    @property
+    def has_last(self) -> bool:
+        return any(stage.index == self.num_stages - 1 for stage in self.stages)
+
+    def step(self, run: Callable[[int, bool], Tensor], micro_batches: int, *, train: bool) -> None:
+        """Run all micro-batches forward, and with `train` backward.
+
+        Args:
+            run: calls the model on micro-batch i, and on the last stage (told by True) turns its output into a loss.
+        """
+        for stage in self.stages:
+            stage.run = self._runner(stage, run)
+        schedule = self._schedule(micro_batches, train)
+        index = torch.arange(micro_batches, device=self.device)
+        arguments = (index,) if any(stage.index == 0 for stage in self.stages) else ()
+        target = index if self.has_last else None
+        call = schedule.step if train else schedule.eval
+        call(*arguments, target=target, micro=index)
+
+    def _runner(self, stage: Stage, run: Callable[[int, bool], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        def forward(x: Tensor, micro: Tensor) -> Tensor:
+            self.active, self.incoming = stage, x
+            try:
+                return run(int(micro[0]), stage.index == self.num_stages - 1)
+            finally:
+                self.active = self.incoming = None
+
+        return forward
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The model's forward on the stage that is active: what `Staged.forward` does, cut where the stage is."""
+        stage, model = self.active, self.model
+        if stage is None:
+            raise RuntimeError("a model under a pipeline is called by a step alone")
+        side = model.side_inputs(*inputs, **named)  # pyrefly: ignore[not-callable]
+        x = model.begin(*inputs, **named) if stage.index == 0 else self.incoming  # pyrefly: ignore[not-callable]
+        for block in stage.blocks:
+            x = block(x, *side)
+        return model.end(x) if stage.index == self.num_stages - 1 else x  # pyrefly: ignore[not-callable]
+
+    def _schedule(self, micro_batches: int, train: bool) -> Any:
+        key = (micro_batches, train)
+        if key not in self._schedules:
+            stages: list[Any] = [
+                PipelineStage(stage, stage.index, self.num_stages, self.device, group=self.group)
+                for stage in self.stages
+            ]
+            kind = self.plan.schedule
+            self._schedules[key] = (
+                SINGLE[kind](stages[0], micro_batches, loss_fn=_same, scale_grads=False)
+                if kind in SINGLE
+                else MULTIPLE[kind](stages, micro_batches, loss_fn=_same, scale_grads=False)
+            )
+        return self._schedules[key]
+
+    @torch.no_grad()
+    def sum_tied_gradients(self, gradients: dict[str, Tensor]) -> None:
+        """Add the other stage's gradient to that of each tied parameter, in place. Collective over the first and last rank."""
+        for tie in self.ties:
+            mine = gradients[tie.name]
+            theirs = torch.empty_like(mine)
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, mine, tie.other_rank, self.group),
+                    dist.P2POp(dist.irecv, theirs, tie.other_rank, self.group),
+                ]
+            )
+            for work in works:
+                work.wait()
+            mine += theirs
+
+
+def _same(output: Tensor, target: Tensor) -> Tensor:
+    """The loss, which the last stage has computed itself."""
+    return output.sum()
+
+
+def stages_of_rank(plan: Plan, rank: int) -> list[int]:
+    """Indices of the stages of a rank of the pipeline axis: going round, or down and up again for the V-shaped schedules."""
+    ranks = plan.pipeline
+    if plan.schedule in ("zbv", "dualpipev"):
+        return [rank, 2 * ranks - 1 - rank]
+    return [rank + turn * ranks for turn in range(plan.stages_per_rank)]
+
+
+def split_blocks(costs: Sequence[float], begin: float, end: float, stages: int) -> list[range]:
+    """Consecutive blocks for each stage, so that the most expensive stage is as cheap as can be.
+
+    Args:
+        costs: of the blocks. begin, end: of what the first stage does before them and the last stage after them.
+
+    Raises:
+        ValueError: fewer blocks than stages.
+
+    Example:
+        >>> split_blocks([1, 1, 1, 1, 1, 1], begin=0, end=2, stages=2)
+        [range(0, 4), range(4, 6)]
+    """
+    count = len(costs)
+    if stages > count:
+        raise ValueError(f"{stages} pipeline stages for {count} blocks; use at most {count}")
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+
+    def of(stage: int, first: int, last: int) -> float:
+        return sums[last] - sums[first] + begin * (stage == 0) + end * (stage == stages - 1)
+
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    for stage in range(stages):
+        row: dict[int, tuple[float, int]] = {}
+        for last in range(stage + 1, count - (stages - 1 - stage) + 1):
+            row[last] = min(
+                (max(best[stage][first][0], of(stage, first, last)), first)
+                for first in best[stage]
+                if first < last
+            )
+        best.append(row)
+    found: list[range] = []
+    last = count
+    for stage in reversed(range(stages)):
+        first = best[stage + 1][last][1]
+        found.append(range(first, last))
+        last = first
+    return found[::-1]
+
+
+def apply_pipeline(
+    model: nn.Module, plan: Plan, group: dist.ProcessGroup, device: torch.device, layout: Layout
+) -> Pipeline:
+    """Take out of a model what other ranks have, in place.
+
+    Raises:
+        ValueError: the layout names no blocks, there are too few, or tied parameters are on one rank twice.
+        TypeError: the model has no `begin`, `side_inputs` and `end`.
+    """
+    _require_staged(model, layout)
+    container = model.get_submodule(str(layout.blocks))
+    names = [name for name, _ in container.named_children()]
+    blocks = [container.get_submodule(name) for name in names]
+    before, after = (modules_named(model, group_of) for group_of in (layout.begin, layout.end))
+    ranges = split_blocks(
+        [_size(block) for block in blocks],
+        0.0,  # a lookup costs next to nothing
+        sum(_size(module) for module in after.values()),
+        plan.pipeline * plan.stages_per_rank,
+    )
+    tied = _tied(before, after)
+    mine = stages_of_rank(plan, group.rank())
+    last = len(ranges) - 1
+    if tied and {0, last} <= set(mine):
+        raise ValueError(
+            f"plan.schedule = {plan.schedule!r} puts the first and last stage on one rank, which this version does not do for "
+            f"tied parameters ({', '.join(tied)}); use another schedule, or model.tied=false"
+        )
+    uses_all = bool(getattr(model, "uses_every_parameter", False))
+    stages = []
+    for index in mine:
+        others = {**(before if index == 0 else {}), **(after if index == last else {})}
+        if index == last:  # a tied parameter keeps the name that it has in the whole model
+            others |= {
+                path: before[path] for path in before if any(name.startswith(f"{path}.") for name in tied)
+            }
+        own = [blocks[i] for i in ranges[index]]
+        stages.append(Stage(index, own, list(others.values()), uses_every_parameter=uses_all))
+    kept = {module for stage in stages for module in (*stage.blocks, *stage.others)}
+    for path, module in {**before, **after}.items():
+        if module not in kept:
+            _take_out(model, path)
+    for name, block in zip(names, blocks, strict=True):
+        if block not in kept:
+            container.register_module(name, Absent())
+    other = dist.get_process_group_ranks(group)[plan.pipeline - 1 if 0 in mine else 0]
+    ties = [Tie(name, other) for name in tied] if mine[0] == 0 or last in mine else []
+    pipeline = Pipeline(model, plan, group, device, stages, blocks, ties)
+    model.forward = pipeline.forward
+    return pipeline
+
+
+def _require_staged(model: nn.Module, layout: Layout) -> None:
+    missing = [name for name in ("begin", "side_inputs", "end") if not callable(getattr(model, name, None))]
+    if layout.blocks is None or missing:
+        lacks = f"no method {', '.join(missing)}" if missing else "a layout without blocks"
+        raise ValueError(
+            f"plan.pipeline cuts a model between its blocks, and {type(model).__name__} has {lacks}; see docs/models.md, or use "
+            "other axes"
+        )
+
+
+def _tied(before: dict[str, nn.Module], after: dict[str, nn.Module]) -> list[str]:
+    """Names, as the model gives them first, of parameters that both ends have."""
+    ends = {id(parameter) for module in after.values() for parameter in module.parameters()}
+    return [
+        f"{path}.{name}"
+        for path, module in before.items()
+        for name, parameter in module.named_parameters()
+        if id(parameter) in ends
+    ]
+
+
+def _take_out(model: nn.Module, path: str) -> None:
+    owner, _, name = path.rpartition(".")
+    model.get_submodule(owner).register_module(name, Absent())
+
+
+def _size(module: nn.Module) -> float:
+    return float(sum(parameter.numel() for parameter in module.parameters()))

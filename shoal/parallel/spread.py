@@ -1,0 +1,77 @@
+"""Tensor, context and pipeline parallelism of one model, and what a step needs to know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+
+from shoal.parallel.context import apply_context, cut_batch
+from shoal.parallel.layout import layout_of
+from shoal.parallel.pipeline import Pipeline, apply_pipeline
+from shoal.parallel.replicate import core
+from shoal.parallel.tensor import apply_tensor
+from shoal.plan import Plan
+from shoal.world import World
+
+
+class Spread(NamedTuple):
+    """What a training step needs to know of how a model was spread."""
+
+    counts: bool = True
+    """this rank's losses count: others that compute the same do not"""
+    coordinates: tuple[int, ...] = ()
+    """the rank's place on the axes along which ranks share samples: their dropout differs"""
+    data_groups: tuple[dist.ProcessGroup, ...] = ()
+    """groups over which, one after the other, sums over all samples are taken; none: the whole world"""
+    cut_inputs: Callable[[Any], Any] = lambda data: data
+    """from a micro-batch to this rank's part of its sequences"""
+    pipeline: Pipeline | None = None
+
+    @property
+    def roots(self) -> tuple[nn.Module, ...]:
+        """The modules that are called in place of the model, if any: the stages of a pipeline."""
+        return tuple(self.pipeline.stages) if self.pipeline else ()
+
+
+def remember(model: nn.Module, spread: Spread) -> None:
+    """Keep with a model how it was spread."""
+    model.__dict__["_shoal_spread"] = spread
+    model.__dict__["_shoal_roots"] = spread.roots
+
+
+def spread_of(model: nn.Module) -> Spread:
+    """How a model was spread: as one, if it was not."""
+    return core(model).__dict__.get("_shoal_spread", Spread())
+
+
+def apply_axes(model: nn.Module, plan: Plan, world: World) -> Spread:
+    """Tensor and context parallelism, which need the model's layout."""
+    if plan.only_copies:
+        return Spread()
+    mesh = world.parameter_mesh(plan)
+    data_groups = tuple(mesh.get_group(axis) for axis in ("replicate", "shard"))
+    if plan.tensor * plan.context * plan.pipeline == 1:
+        return Spread(data_groups=data_groups)
+    layout = layout_of(model)
+    if layout is None:
+        axis = next(axis for axis in ("tensor", "context", "pipeline") if getattr(plan, axis) > 1)
+        raise ValueError(
+            f"plan.{axis} = {getattr(plan, axis)}, but {type(model).__name__} has no layout that says how it can be cut; give "
+            "it one (shoal.Layout, docs/models.md), or spread it over replicate and shard"
+        )
+    place, cut_inputs = plan.coordinates(world.rank), Spread().cut_inputs
+    if plan.context > 1:
+        sequence = apply_context(model, plan, world.mesh(plan).get_group("context"), layout)
+        cut_inputs = partial(cut_batch, sequence=sequence, layout=layout)
+    if plan.tensor > 1:
+        apply_tensor(model, plan, mesh, layout)
+    pipeline = None
+    if plan.pipeline > 1:
+        pipeline = apply_pipeline(model, plan, world.mesh(plan).get_group("pipeline"), world.device, layout)
+    counts = place["tensor"] == 0 and (pipeline is None or pipeline.has_last)
+    shared = (place["pipeline"], place["context"], place["tensor"])
+    return Spread(counts, shared, data_groups, cut_inputs, pipeline)
