@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from shoal.cluster import Cluster
 from shoal.job import Job
 from shoal.models.presets import LlamaDims, resolve
@@ -17,6 +19,7 @@ def check(job: Job, plan: Plan, cluster: Cluster) -> None:
     _check_devices(plan, cluster)
     _check_batch(job, plan)
     check_model(job)
+    _check_pipeline(job, plan)
     if job.model.family == "llama":
         _check_llama(resolve(job.model), job, plan)
     require_supported(plan)
@@ -72,20 +75,70 @@ def _check_batch(job: Job, plan: Plan) -> None:
 
 
 def _check_llama(dims: LlamaDims, job: Job, plan: Plan) -> None:
-    for name, value in (("heads", dims.heads), ("kv_heads", dims.kv_heads)):
+    for name, value in (("heads", dims.heads), ("ffn", dims.ffn), ("vocab", dims.vocab)):
         if value % plan.tensor:
-            works = [degree for degree in range(1, value + 1) if value % degree == 0]
+            works = [degree for degree in range(1, min(value, 64) + 1) if value % degree == 0]
+            larger = -(-value // plan.tensor) * plan.tensor
+            unused = f"; or set model.vocab={larger}, whose last rows are not used" if name == "vocab" else ""
             raise ValueError(
-                f"plan.tensor = {plan.tensor} does not divide model.{name} = {value}; these do: {works}"
+                f"plan.tensor = {plan.tensor} does not divide model.{name} = {value}; these do: {works}{unused}"
             )
-    if plan.pipeline > dims.layers:
+    if max(dims.kv_heads, plan.tensor) % min(dims.kv_heads, plan.tensor):
         raise ValueError(
-            f"plan.pipeline = {plan.pipeline} is more stages than model.layers = {dims.layers} blocks; "
-            f"use at most {dims.layers}"
+            f"plan.tensor = {plan.tensor} and model.kv_heads = {dims.kv_heads}: one must divide the other, so that each rank has "
+            "whole key/value heads, or shares one"
         )
-    if job.data.seq_len % plan.context:
-        length = job.data.seq_len
-        works = [degree for degree in range(1, min(length, 64) + 1) if length % degree == 0]
+    if plan.stages > dims.layers:
+        most = dims.layers // plan.stages_per_rank
         raise ValueError(
-            f"plan.context = {plan.context} does not divide data.seq_len = {length}; these do: {works}"
+            f"plan.pipeline = {plan.pipeline} makes {plan.stages} stages (plan.schedule = {plan.schedule!r}), more than "
+            f"model.layers = {dims.layers} blocks; use at most {most}"
         )
+    _check_sequence(dims, job, plan)
+
+
+def _check_sequence(dims: LlamaDims, job: Job, plan: Plan) -> None:
+    """The sequence is cut over context (twice, for the ring, so that causal attention is balanced), then over tensor."""
+    length, chunks = job.data.seq_len, 2 if plan.context_by == "ring" and plan.context > 1 else 1
+    pieces = math.lcm(plan.context * chunks, plan.context * plan.tensor)
+    if length % pieces:
+        raise ValueError(
+            f"plan.context = {plan.context} and plan.tensor = {plan.tensor} need a data.seq_len that is a multiple of {pieces}, and "
+            f"it is {length}; such as {max(1, length // pieces) * pieces} and {-(-length // pieces) * pieces}"
+        )
+    heads = dims.heads // plan.tensor
+    if plan.context_by == "all_to_all" and heads % plan.context:
+        raise ValueError(
+            f"plan.context = {plan.context} by all_to_all does not divide a rank's {heads} heads (model.heads / plan.tensor); "
+            "use plan.context_by=ring"
+        )
+
+
+def _check_pipeline(job: Job, plan: Plan) -> None:
+    if plan.pipeline == 1:
+        return
+    count, _ = plan.micro_batches(job.train.global_batch)
+    local = job.train.global_batch // plan.data_degree
+    fits = [
+        size
+        for size in range(1, local + 1)
+        if local % size == 0 and not _schedule_refuses(plan, local // size)
+    ]
+    if why := _schedule_refuses(plan, count):
+        do = (
+            f"plan.micro_batch={fits[-1]} would do"
+            if fits
+            else f"use a train.global_batch of {plan.data_degree * plan.stages}"
+        )
+        raise ValueError(
+            f"plan.schedule = {plan.schedule!r} with {count} micro-batches of a rank's {local} samples: {why}; {do}"
+        )
+
+
+def _schedule_refuses(plan: Plan, count: int) -> str:
+    """Why a schedule cannot run so many micro-batches, if it cannot."""
+    if plan.schedule.startswith("interleaved") and count % max(1, count // plan.pipeline):
+        return f"they must be a multiple of the {count // plan.pipeline} rounds of plan.pipeline = {plan.pipeline}"
+    if plan.schedule in ("1f1b", "dualpipev") and count < plan.stages:
+        return f"it needs at least as many as the {plan.stages} stages"
+    return ""

@@ -40,7 +40,9 @@ class Plan(BaseModel):
 
     replicate: int = Field(1, ge=1, description="copies of the model; gradients are all-reduced between them")
     shard: int = Field(1, ge=1, description="ranks over which one copy is cut (ZeRO)")
-    zero: Literal[0, 1, 2, 3] | None = Field(None, description="ZeRO stage over the shard axis; left out: 3")
+    zero: Literal[0, 1, 2, 3] | None = Field(
+        None, description="ZeRO stage over the shard axis; left out: 3, and 1 with a pipeline"
+    )
     tensor: int = Field(1, ge=1, description="ranks that share each matrix multiplication")
     pipeline: int = Field(1, ge=1, description="ranks that hold consecutive blocks")
     context: int = Field(1, ge=1, description="ranks that share each sequence")
@@ -71,6 +73,16 @@ class Plan(BaseModel):
             raise ValueError(
                 f"zero = 0 cuts nothing, but shard x context = {self.cut}; use zero = 1, 2 or 3, or leave it out"
             )
+        if self.pipeline > 1 and self.zero == 2:
+            raise ValueError(
+                "zero = 2 sends gradients after every micro-batch, and a pipeline adds up those of all micro-batches first; use "
+                "zero = 1 or 3, or leave it out"
+            )
+        if self.pipeline > 1 and self.zero == 3 and self.splits_backward:
+            raise ValueError(
+                f"zero = 3 frees parameters between uses, and schedule = {self.schedule!r} computes their gradients later; use "
+                "zero = 1, leave it out, or use schedule 1f1b, interleaved_1f1b, gpipe or looped_bfs"
+            )
         if (
             self.virtual_stages is not None
             and self.schedule in _STAGES
@@ -89,15 +101,25 @@ class Plan(BaseModel):
 
     @property
     def zero_stage(self) -> int:
-        """The ZeRO stage in force: 0 with nothing to shard, 3 unless said otherwise."""
+        """The ZeRO stage in force: 0 with nothing to shard; 3 unless said otherwise, and with a pipeline 1."""
         if self.cut == 1:
             return 0
-        return 3 if self.zero is None else self.zero
+        return self.zero if self.zero is not None else 1 if self.pipeline > 1 else 3
 
     @property
     def cut(self) -> int:
         """Ranks over which parameters are cut by ZeRO: ranks that share a sequence keep parts of the parameters, too."""
         return self.shard * self.context
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule computes gradients of activations first and those of parameters later."""
+        return self.schedule in ("interleaved_zero_bubble", "zbv", "dualpipev")
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.pipeline * self.stages_per_rank if self.pipeline > 1 else 1
 
     @property
     def stages_per_rank(self) -> int:
@@ -145,6 +167,8 @@ class Plan(BaseModel):
         if self.shard > 1:
             parts.append(f"shard {self.shard} (ZeRO-{self.zero_stage})")
         text = " x ".join(parts) or "one device"
+        if self.pipeline > 1:
+            text += f", {self.schedule} of {self.stages} stages"
         if self.micro_batch is not None:
             text += f", micro-batch {self.micro_batch}"
         if self.recompute != "none":

@@ -72,22 +72,59 @@ def test_micro_batches_that_are_suggested_fit(ranks: int, micro: int) -> None:
     return None
 
 
-@pytest.mark.parametrize("preset", ["1m", "8b"])
-def test_tensor_divides_the_heads(preset: str) -> None:
-    text = refusal(job(preset=preset, heads=16, kv_heads=2), Plan(tensor=8))
-    assert "plan.tensor = 8" in text and "model.kv_heads = 2" in text and "[1, 2]" in text
+def test_tensor_divides_the_heads_and_the_vocabulary() -> None:
     assert "model.heads = 4" in refusal(job(preset="5m"), Plan(tensor=8))
+    text = refusal(job(preset="8b", vocab=257), Plan(tensor=8))
+    assert "model.vocab = 257" in text and "model.vocab=264" in text
+    check(job(preset="8b", vocab=264), Plan(tensor=8), EIGHT)
+
+
+def test_key_value_heads_are_cut_or_shared_whole() -> None:
+    check(job(preset="8b", kv_heads=2), Plan(tensor=8), EIGHT)
+    text = refusal(
+        job(96, 60, dim=768, heads=12, kv_heads=4, vocab=60, ffn=60), Plan(tensor=6), Cluster.parse("6 h100")
+    )
+    assert "plan.tensor = 6 and model.kv_heads = 4" in text
 
 
 def test_a_pipeline_has_no_more_stages_than_blocks() -> None:
-    text = refusal(job(preset="5m"), Plan(pipeline=8))
+    text = refusal(job(preset="5m"), Plan(pipeline=8, micro_batch=1))
     assert "plan.pipeline = 8" in text and "model.layers = 6" in text and "at most 6" in text
+    text = refusal(job(preset="5m"), Plan(pipeline=4, schedule="zbv", micro_batch=1), Cluster.parse("4 h100"))
+    assert "8 stages" in text and "at most 3" in text
 
 
-def test_context_divides_the_sequence() -> None:
-    text = refusal(job(seq_len=100), Plan(context=8))
-    assert "plan.context = 8" in text and "data.seq_len = 100" in text
-    assert all(100 % degree == 0 for degree in numbers_after(text, "these do: ["))
+@pytest.mark.parametrize("plan", [Plan(context=8), Plan(context=2, tensor=4), Plan(tensor=8)])
+def test_the_cuts_divide_the_sequence(plan: Plan) -> None:
+    text = refusal(job(seq_len=102, preset="8b"), plan)
+    assert "data.seq_len" in text and "it is 102" in text
+    for length in re.findall(r"such as (\d+) and (\d+)", text)[0]:
+        check(job(seq_len=int(length), preset="8b"), plan, EIGHT)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(pipeline=8),
+        Plan(pipeline=8, schedule="dualpipev", micro_batch=4),
+        Plan(pipeline=4, shard=2, schedule="interleaved_1f1b", micro_batch=1),
+    ],
+)
+def test_a_schedule_has_the_micro_batches_that_it_needs(plan: Plan) -> None:
+    batch = 44 if plan.shard > 1 else 32
+    text = refusal(job(batch, preset="8b"), plan)
+    assert "plan.schedule" in text
+    size = re.search(r"plan\.micro_batch=(\d+) would do", text)
+    assert size
+    check(job(batch, preset="8b"), plan.model_copy(update={"micro_batch": int(size[1])}), EIGHT)
+
+
+def test_what_a_pipeline_does_with_gradients_is_not_called_zero_2() -> None:
+    with pytest.raises(ValueError, match="use zero = 1 or 3"):
+        Plan(pipeline=2, shard=2, zero=2)
+    with pytest.raises(ValueError, match="zero = 3 frees parameters between uses"):
+        Plan(pipeline=2, shard=2, zero=3, schedule="zbv")
+    assert Plan(pipeline=2, shard=2).zero_stage == 1
 
 
 def test_an_unknown_preset_names_those_there_are() -> None:
@@ -107,8 +144,8 @@ def test_a_model_of_ones_own_is_not_measured_by_our_dimensions() -> None:
     check(own, Plan(shard=8), EIGHT)
 
 
-@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline", "expert"])
+@pytest.mark.parametrize("axis", ["expert"])
 def test_an_axis_that_this_version_lacks_is_refused_even_where_it_would_fit(axis: str) -> None:
     ranks = 1 if axis == "expert" else 2
     text = refusal(job(), Plan.model_validate({axis: 2}), Cluster.parse(f"{ranks} h100"))
-    assert f"plan.{axis} = 2" in text and "replicate and shard" in text
+    assert f"plan.{axis} = 2" in text and "this version spreads over" in text

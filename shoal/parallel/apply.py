@@ -8,7 +8,7 @@ from functools import partial, wraps
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -145,19 +145,26 @@ def _prepare_units(
 
 def _contexts(unit: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of the first run of a unit and of its recomputation."""
-    return nullcontext(), _buffers_kept(unit)
+    return nullcontext(), _BuffersKept(unit)
 
 
-@contextmanager
-def _buffers_kept(unit: nn.Module) -> Iterator[None]:
-    """Undo what a second run does to buffers: running statistics are to see each batch once."""
-    before = [(buffer, buffer.detach().clone()) for buffer in unit.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+class _BuffersKept:
+    """Undoes what a second run does to buffers: running statistics are to see each batch once.
+
+    Entered once for each recomputation, of which a schedule that splits backward makes two.
+    """
+
+    def __init__(self, unit: nn.Module) -> None:
+        self._unit = unit
+        self._before: list[tuple[Tensor, Tensor]] = []
+
+    def __enter__(self) -> None:
+        self._before = [(buffer, buffer.detach().clone()) for buffer in self._unit.buffers()]
+
+    @torch.no_grad()
+    def __exit__(self, *_: object) -> None:
+        for buffer, value in self._before:
+            buffer.copy_(value)
 
 
 @torch.no_grad()

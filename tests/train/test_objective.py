@@ -64,8 +64,8 @@ def test_low_precision_logits_are_summed_in_fp32_and_fp64_ones_in_fp64() -> None
 class Recorder(nn.Module):
     """Remembers what it was called with."""
 
-    def forward(self, *inputs: Any) -> tuple[Any, ...]:
-        return inputs
+    def forward(self, *inputs: Any, **named: Any) -> tuple[Any, ...]:
+        return *inputs, *named.values()
 
 
 def test_documents_and_positions_are_passed_on_when_there_are_any() -> None:
