@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-FAMILIES = ("llama",)
+FAMILIES = ("llama", "moe")
+EXPERT_KEYS = ("experts", "top_k", "shared_experts", "expert_ffn", "scoring", "balance_rate")
 
 
 class Section(BaseModel):
@@ -27,17 +28,29 @@ class Section(BaseModel):
 class Model(Section):
     """Which model: a family of ours with its dimensions, or the user's own by import path."""
 
-    family: str = Field("llama", description='"llama", or "package.module:build" for a model of your own')
-    preset: str | None = Field(None, description='named dimensions of a family: "1m", "5m", ... "405b"')
+    family: str = Field("llama", description='"llama", "moe", or "package.module:build" for a model of your own')
+    preset: str | None = Field(None, description='named dimensions of a family: "1m", "5m", ... "405b", or "8x5m", ... "8x7b"')
     dim: int | None = Field(None, ge=1, description="width of the residual stream")
     layers: int | None = Field(None, ge=1, description="number of blocks")
     heads: int | None = Field(None, ge=1, description="query heads")
     kv_heads: int | None = Field(None, ge=1, description="key/value heads (grouped-query attention)")
-    ffn: int | None = Field(None, ge=1, description="hidden width of the feed-forward part")
+    ffn: int | None = Field(None, ge=1, description="hidden width of the feed-forward part (llama)")
     vocab: int | None = Field(None, ge=2, description="vocabulary size; left out: the tokenizer's")
     tied: bool | None = Field(None, description="output head shares the embedding's weights")
     rope_theta: float | None = Field(None, gt=0, description="base of the rotary position frequencies")
     norm_eps: float | None = Field(None, gt=0, description="epsilon of RMSNorm")
+    experts: int | None = Field(None, ge=1, description="experts of each block (moe)")
+    top_k: int | None = Field(None, ge=1, description="experts that each token goes to (moe)")
+    shared_experts: int | None = Field(None, ge=0, description="experts that every token goes to, beside (moe)")
+    expert_ffn: int | None = Field(None, ge=1, description="hidden width of one expert (moe)")
+    scoring: Literal["softmax", "sigmoid"] | None = Field(
+        None, description="from a router's logits to the weights of experts (moe)"
+    )
+    balance_rate: float | None = Field(
+        None,
+        ge=0,
+        description="how far an expert's bias moves a step, towards equal use; left out: 0.001; 0: not (moe)",
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of your own build()")
 
     @model_validator(mode="after")
@@ -56,6 +69,12 @@ class Model(Section):
             raise ValueError(
                 f"{given[0]} = {getattr(self, given[0])!r} is for families of ours; give family = {self.family!r} what it "
                 "needs in [model.options]"
+            )
+        of_experts = [name for name in given if name in EXPERT_KEYS]
+        if self.family == "llama" and of_experts:
+            raise ValueError(
+                f"{of_experts[0]} = {getattr(self, of_experts[0])!r} is for experts, and family 'llama' has none; use family = "
+                "'moe', or leave it out"
             )
         return self
 

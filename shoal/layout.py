@@ -45,6 +45,9 @@ class Layout:
     """the dim of activations along which they are cut outside of regions"""
     attention: tuple[str, ...] = ()
     """modules whose function `attend(query, key, value, mask)` context parallelism replaces; (B, heads, T, width) each"""
+    experts: tuple[str, ...] = ()
+    """modules that expert parallelism cuts: all their parameters are stacked, dim 0 the expert, and `forward(x, counts)` takes
+    rows (N, width) sorted by expert with the number of each, and gives a row for each"""
     inputs: dict[str, int] = field(default_factory=dict)
     """entries of a batch that have a sequence, and the dim that it is: {"tokens": 1, "labels": 1}"""
     positions: str | None = None

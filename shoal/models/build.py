@@ -9,6 +9,8 @@ from torch import nn
 from shoal.imports import call_object
 from shoal.job import Model
 from shoal.models.llama import Llama
+from shoal.models.moe import Moe
+from shoal.models.moe_presets import resolve_moe
 from shoal.models.presets import resolve
 
 
@@ -24,4 +26,7 @@ def builder(model: Model, vocab: int | None) -> Callable[[], nn.Module]:
     if model.family == "llama":
         dims = resolve(model, vocab)
         return lambda: Llama(dims)
+    if model.family == "moe":
+        moe_dims = resolve_moe(model, vocab)
+        return lambda: Moe(moe_dims)
     return lambda: call_object(model.family, model.options, "model.options")

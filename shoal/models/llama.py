@@ -9,6 +9,7 @@ Sources: Touvron et al. 2023 (arXiv:2302.13971); Grattafiori et al. 2024 (arXiv:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -65,12 +66,12 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
-    def __init__(self, dims: LlamaDims) -> None:
+    def __init__(self, dims: LlamaDims, feed_forward: nn.Module) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(dims.dim, eps=dims.norm_eps)
         self.attention = Attention(dims)
         self.feed_forward_norm = nn.RMSNorm(dims.dim, eps=dims.norm_eps)
-        self.feed_forward = FeedForward(dims)
+        self.feed_forward = feed_forward
 
     def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotary, mask)
@@ -90,11 +91,13 @@ class Llama(nn.Module):
     cast_unit_inputs = False  # blocks get the rotary table in fp32, also in bf16 runs
     uses_every_parameter = True  # so that gradients need no search for those that a forward left out
 
-    def __init__(self, dims: LlamaDims) -> None:
+    def __init__(
+        self, dims: LlamaDims, feed_forward: Callable[[LlamaDims], nn.Module] = FeedForward
+    ) -> None:
         super().__init__()
         self.dims = dims
         self.embedding = nn.Embedding(dims.vocab, dims.dim)
-        self.blocks = nn.ModuleList(Block(dims) for _ in range(dims.layers))
+        self.blocks = nn.ModuleList(Block(dims, feed_forward(dims)) for _ in range(dims.layers))
         self.norm = nn.RMSNorm(dims.dim, eps=dims.norm_eps)
         self.head = nn.Linear(dims.dim, dims.vocab, bias=False)
         if dims.tied:

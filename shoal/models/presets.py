@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
 
 from shoal.job import Model
+
+
+Named = TypeVar("Named")
 
 
 class LlamaDims(NamedTuple):
@@ -25,7 +29,9 @@ class LlamaDims(NamedTuple):
         return self.dim // self.heads
 
 
-class _Preset(NamedTuple):
+class Preset(NamedTuple):
+    """Named dimensions; what it leaves open is the tokenizer's or the same for all."""
+
     dim: int
     layers: int
     heads: int
@@ -39,18 +45,18 @@ class _Preset(NamedTuple):
 # The first six are ours, for small machines, and take the tokenizer's vocabulary; from 433m on they are the
 # published Llama 3 dimensions (433m: a 12-layer cut of width 1024).
 _PRESETS = {
-    "1m": _Preset(128, 4, 2, 1, 352, tied=True),
-    "2m": _Preset(192, 4, 3, 1, 512, tied=True),
-    "5m": _Preset(256, 6, 4, 2, 704, tied=True),
-    "25m": _Preset(512, 8, 8, 4, 1376, tied=True),
-    "60m": _Preset(640, 12, 10, 5, 1728, tied=True),
-    "150m": _Preset(768, 12, 12, 4, 2816, tied=False, vocab=32_000),
-    "433m": _Preset(1024, 12, 16, 8, 3584, tied=False, vocab=128_256, rope_theta=500_000.0),
-    "1b": _Preset(2048, 16, 32, 8, 8192, tied=True, vocab=128_256, rope_theta=500_000.0),
-    "3b": _Preset(3072, 28, 24, 8, 8192, tied=True, vocab=128_256, rope_theta=500_000.0),
-    "8b": _Preset(4096, 32, 32, 8, 14336, tied=False, vocab=128_256, rope_theta=500_000.0),
-    "70b": _Preset(8192, 80, 64, 8, 28672, tied=False, vocab=128_256, rope_theta=500_000.0),
-    "405b": _Preset(16384, 126, 128, 8, 53248, tied=False, vocab=128_256, rope_theta=500_000.0),
+    "1m": Preset(128, 4, 2, 1, 352, tied=True),
+    "2m": Preset(192, 4, 3, 1, 512, tied=True),
+    "5m": Preset(256, 6, 4, 2, 704, tied=True),
+    "25m": Preset(512, 8, 8, 4, 1376, tied=True),
+    "60m": Preset(640, 12, 10, 5, 1728, tied=True),
+    "150m": Preset(768, 12, 12, 4, 2816, tied=False, vocab=32_000),
+    "433m": Preset(1024, 12, 16, 8, 3584, tied=False, vocab=128_256, rope_theta=500_000.0),
+    "1b": Preset(2048, 16, 32, 8, 8192, tied=True, vocab=128_256, rope_theta=500_000.0),
+    "3b": Preset(3072, 28, 24, 8, 8192, tied=True, vocab=128_256, rope_theta=500_000.0),
+    "8b": Preset(4096, 32, 32, 8, 14336, tied=False, vocab=128_256, rope_theta=500_000.0),
+    "70b": Preset(8192, 80, 64, 8, 28672, tied=False, vocab=128_256, rope_theta=500_000.0),
+    "405b": Preset(16384, 126, 128, 8, 53248, tied=False, vocab=128_256, rope_theta=500_000.0),
 }
 
 PRESET_NAMES = tuple(_PRESETS)
@@ -65,7 +71,11 @@ def resolve(model: Model, vocab: int | None = None) -> LlamaDims:
     Raises:
         ValueError: naming the key, its value and the values that would work.
     """
-    preset = _preset(model.preset)
+    return resolve_from(model, named_preset(model.preset, _PRESETS, "5m"), vocab)
+
+
+def resolve_from(model: Model, preset: Preset, vocab: int | None) -> LlamaDims:
+    """As `resolve`, beside a preset that is given."""
     dim = model.dim or preset.dim
     heads = model.heads or (preset.heads if model.dim is None else max(1, dim // 64))
     kv_heads = model.kv_heads or (preset.kv_heads if heads == preset.heads else heads)
@@ -92,12 +102,17 @@ def num_parameters(dims: LlamaDims) -> int:
     return dims.layers * block + embeddings + dims.dim
 
 
-def _preset(name: str | None) -> _Preset:
+def named_preset(name: str | None, presets: Mapping[str, Named], usual: str) -> Named:
+    """The preset of a name, or the usual one.
+
+    Raises:
+        ValueError: naming those that there are.
+    """
     if name is None:
-        return _PRESETS["5m"]
-    if name not in _PRESETS:
-        raise ValueError(f"model.preset = {name!r} is unknown; presets: {', '.join(_PRESETS)}")
-    return _PRESETS[name]
+        return presets[usual]
+    if name not in presets:
+        raise ValueError(f"model.preset = {name!r} is unknown; presets: {', '.join(presets)}")
+    return presets[name]
 
 
 def _check(dims: LlamaDims, vocab: int | None) -> None:

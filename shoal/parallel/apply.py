@@ -93,8 +93,8 @@ def _to_master(model: nn.Module, master: torch.dtype) -> None:
 def _required(init_parameter: InitParameter | None, model: nn.Module) -> InitParameter:
     if init_parameter is None:
         raise TypeError(
-            f"{type(model).__name__} is on the meta device and cannot be initialised by name: it has buffers, or no "
-            "init_parameter(name, tensor, generator). Pass its class or a function that builds it, so that it can be "
+            f"{type(model).__name__} is on the meta device and cannot be initialised by name: it has no "
+            "init_parameter(name, tensor, generator), or a module with buffers and no init_buffers(). Pass its class or a function that builds it, so that it can be "
             "built with weights"
         )
     return init_parameter

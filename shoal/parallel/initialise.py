@@ -1,8 +1,8 @@
 """Initial weights that depend on (seed, parameter name) and on nothing else: not on ranks, devices or plans.
 
 Two ways in. A model that offers `init_parameter(name, tensor, generator)` is built on the meta device and filled one whole
-parameter at a time, of which each rank keeps its part: no rank ever holds the model. Any other model is built for real, on
-the CPU of every rank, under one seed.
+parameter at a time, of which each rank keeps its part: no rank ever holds the model. Its modules with buffers of their own offer
+`init_buffers()`, which sets those. Any other model is built for real, on the CPU of every rank, under one seed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,16 @@ InitParameter = Callable[[str, Tensor, torch.Generator], None]
 
 
 def initialiser_of(model: nn.Module) -> InitParameter | None:
-    """The model's `init_parameter`, if it can set any of its parameters alone and has no buffers, which it could not."""
+    """The model's `init_parameter`, if it can set any of its parameters alone and modules with buffers can set these."""
     offered: Any = getattr(model, "init_parameter", None)
-    return offered if callable(offered) and not any(True for _ in model.buffers()) else None
+    if not callable(offered):
+        return None
+    with_buffers = [module for module in model.modules() if any(True for _ in module.buffers(recurse=False))]
+    return offered if all(_sets_buffers(module) for module in with_buffers) else None
+
+
+def _sets_buffers(module: nn.Module) -> bool:
+    return callable(getattr(module, "init_buffers", None))
 
 
 def seed_of(*names: object) -> int:
@@ -83,6 +90,15 @@ def materialise(model: nn.Module, init_parameter: InitParameter, device: torch.d
     model.to_empty(device=device)
     _tie(model, ties)  # to_empty gives each use of a tied parameter storage of its own
     fill(model, init_parameter, seed)
+    fill_buffers(model)
+
+
+@torch.no_grad()
+def fill_buffers(model: nn.Module) -> None:
+    """Set the buffers of every module that offers `init_buffers()`."""
+    for module in model.modules():
+        if _sets_buffers(module):
+            module.init_buffers()  # pyrefly: ignore[not-callable]
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
