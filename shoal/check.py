@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from shoal.cluster import Cluster
-from shoal.job import Job
+from shoal.job import FAMILIES, Job
+from shoal.models.moe_presets import MoeDims, resolve_moe
 from shoal.models.presets import LlamaDims, resolve
-from shoal.plan import Plan, require_supported
+from shoal.plan import Plan
 
 
 def check(job: Job, plan: Plan, cluster: Cluster) -> None:
@@ -21,8 +22,13 @@ def check(job: Job, plan: Plan, cluster: Cluster) -> None:
     check_model(job)
     _check_pipeline(job, plan)
     if job.model.family == "llama":
-        _check_llama(resolve(job.model), job, plan)
-    require_supported(plan)
+        dims = resolve(job.model)
+        _check_experts(None, plan)
+        _check_decoder(dims, {"model.ffn": dims.ffn}, job, plan)
+    elif job.model.family == "moe":
+        moe = resolve_moe(job.model)
+        _check_experts(moe, plan)
+        _check_decoder(moe.base, {"model.shared_experts x model.expert_ffn": moe.base.ffn}, job, plan)
 
 
 def check_model(job: Job) -> None:
@@ -31,13 +37,16 @@ def check_model(job: Job) -> None:
     Raises:
         ValueError: naming the key, its value, and values that would work.
     """
-    if job.model.family == "llama":
-        if job.model.options:
-            raise ValueError(
-                f"model.options = {job.model.options} is for a model of your own; family 'llama' takes its dimensions as "
-                "keys of [model]"
-            )
+    family = job.model.family
+    if family in FAMILIES and job.model.options:
+        raise ValueError(
+            f"model.options = {job.model.options} is for a model of your own; family {family!r} takes its dimensions as keys of "
+            "[model]"
+        )
+    if family == "llama":
         resolve(job.model)
+    elif family == "moe":
+        resolve_moe(job.model)
 
 
 def _check_devices(plan: Plan, cluster: Cluster) -> None:
@@ -74,14 +83,32 @@ def _check_batch(job: Job, plan: Plan) -> None:
         )
 
 
-def _check_llama(dims: LlamaDims, job: Job, plan: Plan) -> None:
-    for name, value in (("heads", dims.heads), ("ffn", dims.ffn), ("vocab", dims.vocab)):
+def _check_experts(dims: MoeDims | None, plan: Plan) -> None:
+    if dims is None and plan.expert > 1:
+        raise ValueError(
+            f"plan.expert = {plan.expert} shares experts, and model.family = 'llama' has none; use plan.expert=1, or "
+            "model.family=moe"
+        )
+    if dims is not None and dims.experts % plan.expert:
+        works = [degree for degree in range(1, dims.experts + 1) if dims.experts % degree == 0]
+        raise ValueError(
+            f"plan.expert = {plan.expert} does not divide model.experts = {dims.experts}; these do: {works}"
+        )
+
+
+def _check_decoder(dims: LlamaDims, widths: dict[str, int], job: Job, plan: Plan) -> None:
+    """What Llama and its relatives share; `widths` of feed-forward parts by the keys that decide them."""
+    for name, value in {"model.heads": dims.heads, **widths, "model.vocab": dims.vocab}.items():
         if value % plan.tensor:
             works = [degree for degree in range(1, min(value, 64) + 1) if value % degree == 0]
             larger = -(-value // plan.tensor) * plan.tensor
-            unused = f"; or set model.vocab={larger}, whose last rows are not used" if name == "vocab" else ""
+            unused = (
+                f"; or set model.vocab={larger}, whose last rows are not used"
+                if name == "model.vocab"
+                else ""
+            )
             raise ValueError(
-                f"plan.tensor = {plan.tensor} does not divide model.{name} = {value}; these do: {works}{unused}"
+                f"plan.tensor = {plan.tensor} does not divide {name} = {value}; these do: {works}{unused}"
             )
     if max(dims.kv_heads, plan.tensor) % min(dims.kv_heads, plan.tensor):
         raise ValueError(

@@ -28,8 +28,12 @@ class Section(BaseModel):
 class Model(Section):
     """Which model: a family of ours with its dimensions, or the user's own by import path."""
 
-    family: str = Field("llama", description='"llama", "moe", or "package.module:build" for a model of your own')
-    preset: str | None = Field(None, description='named dimensions of a family: "1m", "5m", ... "405b", or "8x5m", ... "8x7b"')
+    family: str = Field(
+        "llama", description='"llama", "moe", or "package.module:build" for a model of your own'
+    )
+    preset: str | None = Field(
+        None, description='named dimensions of a family: "1m", "5m", ... "405b", or "8x5m", ... "8x7b"'
+    )
     dim: int | None = Field(None, ge=1, description="width of the residual stream")
     layers: int | None = Field(None, ge=1, description="number of blocks")
     heads: int | None = Field(None, ge=1, description="query heads")
@@ -41,7 +45,9 @@ class Model(Section):
     norm_eps: float | None = Field(None, gt=0, description="epsilon of RMSNorm")
     experts: int | None = Field(None, ge=1, description="experts of each block (moe)")
     top_k: int | None = Field(None, ge=1, description="experts that each token goes to (moe)")
-    shared_experts: int | None = Field(None, ge=0, description="experts that every token goes to, beside (moe)")
+    shared_experts: int | None = Field(
+        None, ge=0, description="experts that every token goes to, beside (moe)"
+    )
     expert_ffn: int | None = Field(None, ge=1, description="hidden width of one expert (moe)")
     scoring: Literal["softmax", "sigmoid"] | None = Field(
         None, description="from a router's logits to the weights of experts (moe)"

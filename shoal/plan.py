@@ -12,7 +12,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-"""Mesh axes in rank order, the slowest link first. `expert` re-uses ranks of the data axes."""
+"""Mesh axes in rank order, the slowest link first. `expert` re-uses ranks of shard, context and tensor: see `sharing`."""
 
 
 _STAGES = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}
@@ -46,7 +46,12 @@ class Plan(BaseModel):
     tensor: int = Field(1, ge=1, description="ranks that share each matrix multiplication")
     pipeline: int = Field(1, ge=1, description="ranks that hold consecutive blocks")
     context: int = Field(1, ge=1, description="ranks that share each sequence")
-    expert: int = Field(1, ge=1, description="ranks that share the experts of a mixture-of-experts model")
+    expert: int = Field(
+        1,
+        ge=1,
+        description="ranks that share the experts of a mixture-of-experts model: some of shard x context x tensor, which it must "
+        "divide",
+    )
     context_by: Literal["ring", "all_to_all"] = Field(
         "ring",
         description="how ranks of the context axis attend: keys and values go round, or heads are exchanged",
@@ -72,6 +77,12 @@ class Plan(BaseModel):
         if self.zero == 0 and self.cut > 1:
             raise ValueError(
                 f"zero = 0 cuts nothing, but shard x context = {self.cut}; use zero = 1, 2 or 3, or leave it out"
+            )
+        if self.sharing % self.expert:
+            works = [degree for degree in range(1, self.sharing + 1) if self.sharing % degree == 0]
+            raise ValueError(
+                f"expert = {self.expert} re-uses the ranks of shard x context x tensor = {self.sharing} and must divide it; use "
+                f"one of {works[:16]}, or other degrees"
             )
         if self.pipeline > 1 and self.zero == 2:
             raise ValueError(
@@ -110,6 +121,11 @@ class Plan(BaseModel):
     def cut(self) -> int:
         """Ranks over which parameters are cut by ZeRO: ranks that share a sequence keep parts of the parameters, too."""
         return self.shard * self.context
+
+    @property
+    def sharing(self) -> int:
+        """Ranks with different tokens over which one copy of the experts is cut: `expert` of them by expert, the rest by ZeRO."""
+        return self.cut * self.tensor
 
     @property
     def splits_backward(self) -> bool:
@@ -167,6 +183,8 @@ class Plan(BaseModel):
         if self.shard > 1:
             parts.append(f"shard {self.shard} (ZeRO-{self.zero_stage})")
         text = " x ".join(parts) or "one device"
+        if self.expert > 1:
+            text += f", experts over {self.expert}"
         if self.pipeline > 1:
             text += f", {self.schedule} of {self.stages} stages"
         if self.micro_batch is not None:
@@ -174,17 +192,3 @@ class Plan(BaseModel):
         if self.recompute != "none":
             text += f", recompute {self.recompute}"
         return text + (", compiled" if self.compile else "")
-
-
-def require_supported(plan: Plan) -> None:
-    """Refuse axes that this version does not have.
-
-    Raises:
-        ValueError: naming the axis and those that there are.
-    """
-    for axis in ("expert",):
-        if getattr(plan, axis) > 1:
-            raise ValueError(
-                f"plan.{axis} = {getattr(plan, axis)}: this version spreads over pipeline, replicate, shard, context and tensor; "
-                f"set plan.{axis} = 1"
-            )

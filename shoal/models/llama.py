@@ -91,9 +91,7 @@ class Llama(nn.Module):
     cast_unit_inputs = False  # blocks get the rotary table in fp32, also in bf16 runs
     uses_every_parameter = True  # so that gradients need no search for those that a forward left out
 
-    def __init__(
-        self, dims: LlamaDims, feed_forward: Callable[[LlamaDims], nn.Module] = FeedForward
-    ) -> None:
+    def __init__(self, dims: LlamaDims, feed_forward: Callable[[LlamaDims], nn.Module] = FeedForward) -> None:
         super().__init__()
         self.dims = dims
         self.embedding = nn.Embedding(dims.vocab, dims.dim)

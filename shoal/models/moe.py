@@ -84,7 +84,7 @@ class Router(nn.Module):
         """
         # whole numbers, so that an expert with just the mean stays where it is
         below = (self.load.sum() - self.load * len(self.load)).sign()
-        self.bias += below * self.balance_rate * ~skip
+        self.bias += below.to(self.bias.dtype) * self.balance_rate * ~skip
         self.load.zero_()
 
 
@@ -96,9 +96,7 @@ class Experts(nn.Module):
         inwards = (dims.experts, dims.expert_ffn, dims.base.dim)
         self.gate = nn.Parameter(torch.empty(inwards).normal_(0.0, 0.02))
         self.up = nn.Parameter(torch.empty(inwards).normal_(0.0, 0.02))
-        self.down = nn.Parameter(
-            torch.empty(dims.experts, dims.base.dim, dims.expert_ffn).normal_(0.0, 0.02)
-        )
+        self.down = nn.Parameter(torch.empty(dims.experts, dims.base.dim, dims.expert_ffn).normal_(0.0, 0.02))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """What experts make of their rows (rows, D), which are sorted by expert, `counts` (E,) of each."""
@@ -119,7 +117,9 @@ class MixtureOfExperts(nn.Module):
         flat = x.flatten(0, -2)  # (N, D)
         routed = self.router(flat)
         copies = routed.expert.shape[-1]
-        order = routed.expert.flatten().argsort(stable=True)  # of N * K rows: token by token, then expert by expert
+        order = routed.expert.flatten().argsort(
+            stable=True
+        )  # of N * K rows: token by token, then expert by expert
         inverse = order.argsort()
         made = self.experts(take_rows(flat, order, inverse, copies), routed.counts)
         made = take_rows(made, inverse, order).view(-1, copies, flat.shape[-1])

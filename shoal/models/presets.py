@@ -7,7 +7,6 @@ from typing import NamedTuple, TypeVar
 
 from shoal.job import Model
 
-
 Named = TypeVar("Named")
 
 

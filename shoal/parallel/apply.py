@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 
@@ -17,11 +17,11 @@ from shoal.job import Precision
 from shoal.parallel.initialise import InitParameter, build, initialiser_of, is_meta, materialise
 from shoal.parallel.precision import Types, cast_while_running, types_of
 from shoal.parallel.replicate import apply_replicate
-from shoal.parallel.shard import apply_shard, is_cut
+from shoal.parallel.shard import apply_shard, is_cut, shard_experts
 from shoal.parallel.spread import apply_axes, remember, spread_of
 from shoal.parallel.tensor import with_local_parameters
 from shoal.parallel.units import Unit, find_units
-from shoal.plan import Plan, require_supported
+from shoal.plan import Plan
 from shoal.world import World
 
 
@@ -48,7 +48,6 @@ def parallelize(
     Example:
         model = shoal.parallelize(MyModel, shoal.Plan(shard=4), world, precision="bf16")
     """
-    require_supported(plan)
     mesh = world.parameter_mesh(plan)
     types = types_of(precision)
     built = model if isinstance(model, nn.Module) else build(model, seed)
@@ -60,7 +59,9 @@ def parallelize(
     spread = apply_axes(built, plan, world)
     there = set(built.modules())
     units = [unit for unit in units if unit.module in there]
-    _prepare_units(built, units, plan, types, world.device, cast_unit_inputs)
+    _prepare_units(built, units, plan, types, world.device, cast_unit_inputs, spread.experts)
+    if spread.experts:
+        shard_experts(spread.experts, plan, world.expert_mesh(plan), types)
     for root in () if plan.only_copies else spread.roots or (built,):
         apply_shard(root, units, plan, mesh, types, cast_unit_inputs=cast_unit_inputs)
     init_parameter = initialiser_of(built)
@@ -94,8 +95,8 @@ def _required(init_parameter: InitParameter | None, model: nn.Module) -> InitPar
     if init_parameter is None:
         raise TypeError(
             f"{type(model).__name__} is on the meta device and cannot be initialised by name: it has no "
-            "init_parameter(name, tensor, generator), or a module with buffers and no init_buffers(). Pass its class or a function that builds it, so that it can be "
-            "built with weights"
+            "init_parameter(name, tensor, generator), or a module with buffers and no init_buffers(). Pass its class or a "
+            "function that builds it, so that it can be built with weights"
         )
     return init_parameter
 
@@ -117,11 +118,13 @@ def _prepare_units(
     types: Types,
     device: torch.device,
     cast_unit_inputs: bool,
+    experts: Sequence[nn.Module],
 ) -> None:
     """Compile, cast and recompute, in this order from the inside out, by wrapping each unit's forward."""
     cast = plan.only_copies and types.compute != types.master  # sharding casts what it gathers
     compiled = plan.compile if plan.compile is not None else device.type == "cuda"
     units = [unit.module for unit in all_units]
+    apart = {module for expert in experts for module in expert.modules()}  # local when they run themselves
     in_units = {module for unit in units for module in unit.modules()}
     for unit in units:
         forward = torch.compile(unit.forward) if compiled else unit.forward
@@ -130,13 +133,13 @@ def _prepare_units(
                 forward, list(unit.modules()), types.compute, cast_inputs=cast_unit_inputs
             )
         if plan.tensor > 1:
-            forward = with_local_parameters(forward, list(unit.modules()))
+            forward = with_local_parameters(forward, [part for part in unit.modules() if part not in apart])
         if plan.recompute == "full":
             forward = wraps(forward)(
                 partial(checkpoint, forward, use_reentrant=False, context_fn=partial(_contexts, unit))
             )
         unit.forward = forward
-    rest = [module for module in model.modules() if module not in in_units]
+    rest = [module for module in model.modules() if module not in in_units | apart]
     if cast:
         model.forward = cast_while_running(model.forward, rest, types.compute, cast_inputs=True)
     if plan.tensor > 1:

@@ -55,6 +55,13 @@ def all_to_all(x: Tensor, split: int, joined: int, group: dist.ProcessGroup) -> 
     return torch.cat(received.view(parts.shape).unbind(0), dim=joined)
 
 
+def all_to_all_rows(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send the first send[0] rows to rank 0, the next send[1] to rank 1, ...; receive[i] come from rank i. No gradients."""
+    if group.size() == 1:
+        return x
+    return _wait(functional.all_to_all_single(x.contiguous(), receive, send, group))
+
+
 def part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's part along `dim`."""
     return x.chunk(group.size(), dim=dim)[group.rank()].contiguous() if group.size() > 1 else x
@@ -145,6 +152,17 @@ class _Exchange(torch.autograd.Function):
         return all_to_all(gradients[0], ctx.joined, ctx.split, ctx.group), None, None, None
 
 
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return all_to_all_rows(x, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return all_to_all_rows(gradients[0], ctx.receive, ctx.send, ctx.group), None, None, None
+
+
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The parts of all ranks along `dim`. What ranks then do differs: their gradients are summed, and cut again."""
     return _Gather.apply(x, dim, group)
@@ -178,3 +196,11 @@ def sum_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def exchange(x: Tensor, split: int, joined: int, group: dist.ProcessGroup) -> Tensor:
     """All-to-all: cut along dim `split`, part i goes to rank i, join along `joined`; gradients go the way back."""
     return _Exchange.apply(x, split, joined, group)
+
+
+def exchange_rows(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    """All-to-all of uneven parts: send[i] rows, one part after the other, go to rank i, and receive[i] come from it.
+
+    Every rank takes part, also one with no row to send or receive; gradients go the way back.
+    """
+    return _ExchangeRows.apply(x, send, receive, group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from shoal.parallel.precision import Types
 from shoal.parallel.units import Unit, group_by_shared_parameters
@@ -38,12 +38,16 @@ def apply_shard(
         cast_unit_inputs: cast floating-point inputs of units to the compute type.
     """
     axes = mesh["replicate", "shard"] if plan.replicate > 1 else mesh["shard"]
+    placed = _placement_over(mesh["shard"].size())
     keep = {parameter for parameter in model.parameters() if not is_cut(parameter)}
     there = set(model.modules())
     units = [unit for unit in units if unit.module in there]
     groups = [[unit.module for unit in members] for members in group_by_shared_parameters(model, units)]
+    apart = {
+        inner for module in there if isinstance(module, FSDPModule) for inner in module.modules()
+    }  # experts, on a mesh of their own
     if is_needed() and not getattr(model, "uses_every_parameter", False):
-        _use_all(model, groups)
+        _use_all(model, groups, apart)
     for modules in groups:
         fully_shard(
             modules[0] if len(modules) == 1 else modules,
@@ -51,22 +55,59 @@ def apply_shard(
             reshard_after_forward=plan.zero_stage == 3,
             mp_policy=_policy(types, cast_unit_inputs),
             ignored_params=keep,
+            shard_placement_fn=placed,
         )
     fully_shard(
-        model, mesh=axes, reshard_after_forward=False, mp_policy=_policy(types, True), ignored_params=keep
+        model,
+        mesh=axes,
+        reshard_after_forward=False,
+        mp_policy=_policy(types, True),
+        ignored_params=keep,
+        shard_placement_fn=placed,
     )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _sum_gradients(module)
-    _prefetch([modules[0] for modules in groups])
+    _prefetch(groups)
     return model
 
 
-def _use_all(model: nn.Module, groups: list[list[nn.Module]]) -> None:
+def shard_experts(modules: Iterable[nn.Module], plan: Plan, mesh: DeviceMesh, types: Types) -> None:
+    """Cut what each rank has of the experts over the ranks that have the same ones; before `apply_shard`, in place.
+
+    Args:
+        mesh: of `World.expert_mesh`.
+    """
+    axes = mesh["replicate", "shard"] if plan.replicate > 1 else mesh["shard"]
+    for module in modules:
+        if is_needed():
+            use_all(module, list(module.modules()))
+        fully_shard(
+            module,
+            mesh=axes,
+            reshard_after_forward=plan.zero_stage == 3,
+            mp_policy=_policy(types, False),
+            shard_placement_fn=_placement_over(mesh["shard"].size()),
+        )
+
+
+def _placement_over(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Where parameters are cut: along dim 0, or, where it is too short for all ranks, a later dim that they divide."""
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+        if shape[0] >= ranks:
+            return None
+        return next((Shard(dim) for dim in range(1, len(shape)) if shape[dim] % ranks == 0), None)
+
+    return placement
+
+
+def _use_all(model: nn.Module, groups: list[list[nn.Module]], apart: set[nn.Module]) -> None:
     in_groups = {module for group in groups for unit in group for module in unit.modules()}
     for unit in (unit for group in groups for unit in group):
-        use_all(unit, list(unit.modules()))
-    use_all(model, [module for module in model.modules() if module not in in_groups])
+        use_all(unit, [module for module in unit.modules() if module not in apart])
+    use_all(model, [module for module in model.modules() if module not in in_groups | apart])
 
 
 def is_cut(parameter: nn.Parameter) -> bool:
@@ -112,8 +153,14 @@ def _count_unused(module: Any) -> None:
         module.set_reduce_scatter_unused_params(True)
 
 
-def _prefetch(units: list[Any]) -> None:
+def _prefetch(groups: list[list[nn.Module]]) -> None:
     """Gather the next unit while one runs. Said explicitly, since a backward inside the loss clears the recorded order."""
-    for one, following in pairwise(units):
-        one.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([one])
+    for one, following in pairwise(groups):
+        _sharded_in(one)[0].set_modules_to_forward_prefetch(_sharded_in(following))
+        _sharded_in(following)[0].set_modules_to_backward_prefetch(_sharded_in(one))
+
+
+def _sharded_in(group: list[nn.Module]) -> list[Any]:
+    """The unit that is gathered for a group, and the experts inside."""
+    inside = [module for unit in group for module in unit.modules() if isinstance(module, FSDPModule)]
+    return [group[0], *(module for module in inside if module is not group[0])]

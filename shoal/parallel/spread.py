@@ -1,4 +1,4 @@
-"""Tensor, context and pipeline parallelism of one model, and what a step needs to know of them."""
+"""Tensor, context, expert and pipeline parallelism of one model, and what a step needs to know of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.parallel.context import apply_context, cut_batch
+from shoal.parallel.expert import apply_expert
 from shoal.parallel.layout import layout_of
 from shoal.parallel.pipeline import Pipeline, apply_pipeline
 from shoal.parallel.replicate import core
@@ -30,6 +31,10 @@ class Spread(NamedTuple):
     cut_inputs: Callable[[Any], Any] = lambda data: data
     """from a micro-batch to this rank's part of its sequences"""
     pipeline: Pipeline | None = None
+    token_groups: tuple[dist.ProcessGroup, ...] = ()
+    """groups over which, one after the other, counts of tokens are summed; none: the whole world"""
+    experts: tuple[nn.Module, ...] = ()
+    """modules whose parameters are on the expert mesh"""
 
     @property
     def roots(self) -> tuple[nn.Module, ...]:
@@ -49,16 +54,16 @@ def spread_of(model: nn.Module) -> Spread:
 
 
 def apply_axes(model: nn.Module, plan: Plan, world: World) -> Spread:
-    """Tensor and context parallelism, which need the model's layout."""
+    """All axes but replicate and shard: they need the model's layout."""
     if plan.only_copies:
         return Spread()
     mesh = world.parameter_mesh(plan)
     data_groups = tuple(mesh.get_group(axis) for axis in ("replicate", "shard"))
-    if plan.tensor * plan.context * plan.pipeline == 1:
-        return Spread(data_groups=data_groups)
+    if plan.tensor * plan.context * plan.pipeline * plan.expert == 1:
+        return Spread(data_groups=data_groups, token_groups=data_groups)
     layout = layout_of(model)
     if layout is None:
-        axis = next(axis for axis in ("tensor", "context", "pipeline") if getattr(plan, axis) > 1)
+        axis = next(axis for axis in ("tensor", "context", "pipeline", "expert") if getattr(plan, axis) > 1)
         raise ValueError(
             f"plan.{axis} = {getattr(plan, axis)}, but {type(model).__name__} has no layout that says how it can be cut; give "
             "it one (shoal.Layout, docs/models.md), or spread it over replicate and shard"
@@ -67,11 +72,19 @@ def apply_axes(model: nn.Module, plan: Plan, world: World) -> Spread:
     if plan.context > 1:
         sequence = apply_context(model, plan, world.mesh(plan).get_group("context"), layout)
         cut_inputs = partial(cut_batch, sequence=sequence, layout=layout)
+    experts: list[nn.Module] = []
+    if plan.expert > 1:
+        experts = apply_expert(model, plan, world.expert_mesh(plan), layout)
+    token_groups = data_groups
     if plan.tensor > 1:
         apply_tensor(model, plan, mesh, layout)
+        # without sequence parallelism all ranks have the same tokens, and count them all: balance looks at proportions
+        token_groups += (mesh.get_group("tensor"),)
     pipeline = None
     if plan.pipeline > 1:
         pipeline = apply_pipeline(model, plan, world.mesh(plan).get_group("pipeline"), world.device, layout)
     counts = place["tensor"] == 0 and (pipeline is None or pipeline.has_last)
     shared = (place["pipeline"], place["context"], place["tensor"])
-    return Spread(counts, shared, data_groups, cut_inputs, pipeline)
+    there = set(model.modules())
+    experts = [module for module in experts if module in there]
+    return Spread(counts, shared, data_groups, cut_inputs, pipeline, token_groups, tuple(experts))

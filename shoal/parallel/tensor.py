@@ -139,11 +139,11 @@ class _Cut:
                 f"{parameter.shape[dim]} long"
             )
         self._replace(module, name, Shard(dim))
-        _use(module, name, _local)
+        use_as(module, name, local_part)
 
     def _whole(self, module: nn.Module, name: str, *, differs: bool, rows: slice | None = None) -> None:
         self._replace(module, name, Replicate())
-        _use(module, name, _use_whole(self.group if differs else None, rows))
+        use_as(module, name, _use_whole(self.group if differs else None, rows))
 
     def _replace(self, module: nn.Module, name: str, placement: Shard | Replicate) -> None:
         parameter = getattr(module, name)
@@ -155,18 +155,20 @@ class _Cut:
         module.register_parameter(name, self.parts[parameter])
 
 
-def _use(module: nn.Module, name: str, use: Use) -> None:
+def use_as(module: nn.Module, name: str, use: Use) -> None:
+    """Say how a module is to use a parameter while `local_parameters` lasts."""
     uses: dict[str, Use] = module.__dict__.setdefault("_shoal_uses", {})
     uses[name] = use
 
 
-def _local(parameter: Tensor) -> Tensor:
+def local_part(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter; gradients flow."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _use_whole(group: dist.ProcessGroup | None, rows: slice | None) -> Use:
     def use(parameter: Tensor) -> Tensor:
-        local = _local(parameter)
+        local = local_part(parameter)
         if group is not None and parameter.requires_grad:
             local = sum_gradient(local, group)
         return local if rows is None else local[rows]

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.data.cut import MicroBatch, StepBatch
 from shoal.job import Optimizer, Precision
 from shoal.parallel.apply import accumulation
+from shoal.parallel.balance import Balance
 from shoal.parallel.initialise import seed_of
 from shoal.parallel.pipeline import Pipeline
 from shoal.parallel.precision import map_tensors, tensors_in, types_of
@@ -144,6 +145,7 @@ class Step:
         self.model, self.objective, self.plan, self.world = model, objective, plan, world
         self.optimizer = LocalOptimizer(model, optimizer)
         self._spread = spread_of(model)
+        self._balance = Balance(model, self._spread.token_groups)
         self._total_steps, self._seed, self._on_phase = total_steps or 1, seed, on_phase
         self._sum_type = types_of(precision).master
         self._loss_scale = LossScale(*scale, device=world.device) if precision == "fp16" else None
@@ -183,6 +185,7 @@ class Step:
             )
             with accumulation(self.model, self.plan, last=index == len(micro_batches) - 1):
                 data = self._spread.cut_inputs(to_device(micro.data, self.world.device))
+                self._balance.count(micro.samples > 0)
                 output = output_of(self.objective, self.model, data)
                 self._check_output(output)
                 loss = self.objective.loss(output, data)
@@ -202,6 +205,7 @@ class Step:
                 self.world.device,
                 seed_of(self._seed, "step", micro_batches[index].first, *self._spread.coordinates),
             )
+            self._balance.count(micro_batches[index].samples > 0)
             output = output_of(self.objective, self.model, data[index])
             if not last:
                 return output
@@ -245,6 +249,7 @@ class Step:
         sums = torch.stack((loss, weight, squares, torch.full_like(loss, float(stop))))
         if self.world.size > 1:
             dist.all_reduce(sums)
+        self._balance.sum_loads()
         return sums
 
     @torch.no_grad()
@@ -256,6 +261,7 @@ class Step:
         norm = squares.sqrt() / divisor
         skip = ~(norm.isfinite() & (weight > 0))
         self.optimizer.step(lr, divisor / self._clip(norm), skip)
+        self._balance.rebalance(skip)
         if self._loss_scale is not None:
             self._loss_scale.update(~norm.isfinite())
         return torch.stack((loss / weight, norm, weight, skip.to(norm.dtype), stopping))

@@ -43,7 +43,7 @@ class World:
     backend: str
     deadline: timedelta
     _meeting: Meeting = field(repr=False)
-    _meshes: dict[tuple[int, ...], DeviceMesh] = field(default_factory=dict, repr=False)
+    _meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict, repr=False)
     _open: bool = field(default=True, repr=False)
 
     @property
@@ -66,21 +66,38 @@ class World:
         """
         if plan.world_size != self.size:
             raise ValueError(_wrong_size(plan, self.size))
-        names = tuple(axis for axis in AXES if axis in ("replicate", "shard") or getattr(plan, axis) > 1)
-        degrees = tuple(getattr(plan, axis) for axis in AXES)
-        if degrees not in self._meshes:
-            shape = tuple(getattr(plan, axis) for axis in names)
-            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-            for axis in names:
-                mesh.get_group(axis).set_timeout(self.deadline)  # else 30 minutes (Gloo), 10 (NCCL)
-            self._meshes[degrees] = mesh
-            self._meeting.meet("mesh")  # as for "join": all groups are connected before anyone goes on
-        return self._meshes[degrees]
+        return self._mesh({axis: getattr(plan, axis) for axis in AXES})
 
     def parameter_mesh(self, plan: Plan) -> DeviceMesh:
         """As `mesh`, with shard and context as one axis, "shard": over both, parameters are cut and gradients summed."""
         joined = plan.model_copy(update={"shard": plan.cut, "context": 1})
         return self.mesh(joined)
+
+    def expert_mesh(self, plan: Plan) -> DeviceMesh:
+        """The ranks of a plan as experts see them: pipeline if above 1, replicate, shard, and always expert, the fastest.
+
+        Ranks of shard, context and tensor have different tokens; `expert` neighbours among them share the experts, and over the
+        others, here "shard", each expert's parameters are cut and its gradients summed.
+        """
+        shard = plan.sharing // plan.expert
+        degrees = {
+            "pipeline": plan.pipeline,
+            "replicate": plan.replicate,
+            "shard": shard,
+            "expert": plan.expert,
+        }
+        return self._mesh(degrees)
+
+    def _mesh(self, degrees: dict[str, int]) -> DeviceMesh:
+        kept = {axis: n for axis, n in degrees.items() if axis in ("replicate", "shard", "expert") or n > 1}
+        key = tuple(kept.items())
+        if key not in self._meshes:
+            mesh = init_device_mesh(self.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+            for axis in kept:
+                mesh.get_group(axis).set_timeout(self.deadline)  # else 30 minutes (Gloo), 10 (NCCL)
+            self._meshes[key] = mesh
+            self._meeting.meet("mesh")  # as for "join": all groups are connected before anyone goes on
+        return self._meshes[key]
 
     def barrier(self, what: str, problem: str = "", *, deadline_s: float | None = None) -> None:
         """Wait for every rank to come to `what`; a `problem` that any rank brings is raised on all.
