@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,20 @@ class Balance:
     """
 
     def __init__(self, model: nn.Module, groups: Iterable[dist.ProcessGroup]) -> None:
-        self._layers = [module for module in model.modules() if isinstance(module, Balanced)]
+        self._layers: list[Any] = [module for module in model.modules() if isinstance(module, Balanced)]
         self._groups = tuple(groups)
 
     def count(self, on: bool) -> None:
         """Whether tokens of the next forward count."""
         for layer in self._layers:
             layer.counting = on
+
+    @torch.no_grad()
+    def begin(self, part: nn.Module) -> None:
+        """Count anew in a part of the model, which is about to run a step's first micro-batch."""
+        for layer in self._layers:
+            if layer in part.modules():
+                layer.load.zero_()
 
     @torch.no_grad()
     def sum_loads(self) -> None:
