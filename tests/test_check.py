@@ -144,8 +144,20 @@ def test_a_model_of_ones_own_is_not_measured_by_our_dimensions() -> None:
     check(own, Plan(shard=8), EIGHT)
 
 
-@pytest.mark.parametrize("axis", ["expert"])
-def test_an_axis_that_this_version_lacks_is_refused_even_where_it_would_fit(axis: str) -> None:
-    ranks = 1 if axis == "expert" else 2
-    text = refusal(job(), Plan.model_validate({axis: 2}), Cluster.parse(f"{ranks} h100"))
-    assert f"plan.{axis} = 2" in text and "this version spreads over" in text
+def test_experts_are_shared_by_a_degree_that_divides_them() -> None:
+    moe = job(family="moe", preset="4x1m", vocab=512)
+    text = refusal(moe, Plan(shard=8, expert=8))
+    assert "plan.expert = 8" in text and "model.experts = 4" in text
+    for degree in numbers_after(text, "these do: ["):
+        check(moe, Plan(shard=8, expert=degree), EIGHT)
+
+
+def test_a_model_without_experts_shares_none() -> None:
+    text = refusal(job(), Plan(shard=8, expert=2))
+    assert "plan.expert = 2" in text and "plan.expert=1" in text and "model.family=moe" in text
+
+
+def test_tensor_divides_the_width_of_the_shared_experts_alone() -> None:
+    check(job(family="moe", preset="8x7b", expert_ffn=33), Plan(tensor=8), EIGHT)
+    text = refusal(job(family="moe", preset="8x7b", expert_ffn=33, shared_experts=2), Plan(tensor=8))
+    assert "model.shared_experts x model.expert_ffn = 66" in text

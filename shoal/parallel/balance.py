@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 
-@runtime_checkable
 class Balanced(Protocol):
     """A module that counts its experts' tokens in a buffer and can be told to act on the counts; a model may have its own."""
 
@@ -31,7 +30,7 @@ class Balance:
     """
 
     def __init__(self, model: nn.Module, groups: Iterable[dist.ProcessGroup]) -> None:
-        self._layers: list[Any] = [module for module in model.modules() if isinstance(module, Balanced)]
+        self._layers = _balanced(model)
         self._groups = tuple(groups)
 
     def count(self, on: bool) -> None:
@@ -42,9 +41,8 @@ class Balance:
     @torch.no_grad()
     def begin(self, part: nn.Module) -> None:
         """Count anew in a part of the model, which is about to run a step's first micro-batch."""
-        for layer in self._layers:
-            if layer in part.modules():
-                layer.load.zero_()
+        for layer in _balanced(part):
+            layer.load.zero_()
 
     @torch.no_grad()
     def sum_loads(self) -> None:
@@ -64,3 +62,8 @@ class Balance:
         """Act on the counts; nothing is sent."""
         for layer in self._layers:
             layer.rebalance(skip)
+
+
+def _balanced(part: nn.Module) -> list[Balanced]:
+    modules: list[Any] = list(part.modules())
+    return [module for module in modules if callable(getattr(module, "rebalance", None))]

@@ -46,14 +46,10 @@ def biases(model: nn.Module) -> dict[str, Tensor]:
     return {name: b.clone() for name, b in core(model).named_buffers() if name.endswith("bias")}
 
 
-def train(
-    world: World, plan: Plan, dims: MoeDims = DIMS, steps: int = STEPS, never: int | None = None
-) -> Record:
-    """Train the toy job in fp64 under a plan; expert `never` gets no token, by a bias that no score reaches."""
+def set_up(world: World, plan: Plan, dims: MoeDims = DIMS, steps: int = STEPS) -> Step:
+    """The toy job's step in fp64, with the model in it."""
     model = parallelize(lambda: Moe(dims), plan, world, precision="fp64", seed=7)
-    initial = weights_hash(model)
-    _forbid(model, never)
-    step = Step(
+    return Step(
         model,
         NextToken(),
         OPTIMIZER,
@@ -63,18 +59,28 @@ def train(
         total_steps=steps,
         usual_weight=BATCH * LENGTH / 2,
     )
+
+
+def train(
+    world: World, plan: Plan, dims: MoeDims = DIMS, steps: int = STEPS, never: tuple[int, ...] = ()
+) -> Record:
+    """Train the toy job under a plan; experts `never` get no token, by a bias that no score reaches."""
+    step = set_up(world, plan, dims, steps)
+    model = step.model
+    initial = weights_hash(model)
+    _forbid(model, never)
     results = [step(part_of(global_batch(index), index, plan, world.rank)) for index in range(steps)]
     numbers = [result.loss for result in results], [result.grad_norm for result in results]
     return Record(initial, *numbers, whole_weights(model), biases(model))
 
 
-def _forbid(model: nn.Module, never: int | None) -> None:
-    for name, bias in core(model).named_buffers() if never is not None else ():
+def _forbid(model: nn.Module, never: tuple[int, ...]) -> None:
+    for name, bias in core(model).named_buffers():
         if name.endswith("bias"):
-            bias[never] = -100.0
+            bias[list(never)] = -100.0
 
 
-def train_by_hand(dims: MoeDims = DIMS, steps: int = STEPS, never: int | None = None) -> Record:
+def train_by_hand(dims: MoeDims = DIMS, steps: int = STEPS, never: tuple[int, ...] = ()) -> Record:
     """The same in plain torch: one process, whole batches, torch's own clipping and optimizer, every token on its own."""
     model = Moe(dims).double()
     with torch.no_grad():
