@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from shoal.config import Settings
 from shoal.job import Model
+from shoal.models.moe_presets import MOE_PRESET_NAMES, num_moe_parameters, resolve_moe
 from shoal.models.presets import PRESET_NAMES, num_parameters, resolve
 
 DOCS = Path(__file__).parent
@@ -51,6 +52,25 @@ def presets() -> str:
         tied = "yes" if dims.tied else "no"
         rows.append(
             f"| `{name}` | {num_parameters(dims):,} | {numbers} | {vocab} | {tied} | {dims.rope_theta:,.0f} |"
+        )
+    return "\n".join(rows)
+
+
+def moe_presets() -> str:
+    """A row for each preset of the mixture-of-experts family."""
+    names = "preset | parameters | of them for one token | dim | layers | heads | kv_heads | experts | top_k | expert_ffn"
+    rows = [f"| {names} | shared_experts | scoring | vocab | tied |", "| --- " * 14 + "|"]
+    for name in MOE_PRESET_NAMES:
+        table = Model(family="moe", preset=name)
+        dims, base = resolve_moe(table, EXAMPLE_VOCAB), resolve_moe(table, EXAMPLE_VOCAB).base
+        vocab = "the tokenizer's" if resolve_moe(table).base.vocab == 0 else f"{base.vocab:,}"
+        sizes = f"{num_moe_parameters(dims):,} | {num_moe_parameters(dims, active=True):,}"
+        numbers = (
+            f"{base.dim} | {base.layers} | {base.heads} | {base.kv_heads} | {dims.experts} | {dims.top_k}"
+        )
+        shared = f"{dims.expert_ffn} | {base.ffn // dims.expert_ffn} | `{dims.scoring}`"
+        rows.append(
+            f"| `{name}` | {sizes} | {numbers} | {shared} | {vocab} | {'yes' if base.tied else 'no'} |"
         )
     return "\n".join(rows)
 
@@ -107,7 +127,7 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-PARTS: dict[str, Callable[[], str]] = {"keys": keys, "presets": presets}
+PARTS: dict[str, Callable[[], str]] = {"keys": keys, "presets": presets, "moe_presets": moe_presets}
 
 
 def generated(text: str) -> str:

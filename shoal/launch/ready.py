@@ -18,9 +18,10 @@ from shoal.data.format import is_prepared, read_index
 from shoal.data.prepare import prepare, prepared_key
 from shoal.data.text import SourceKind, source_kind, source_name
 from shoal.imports import load_object, require_arguments
-from shoal.job import Job
+from shoal.job import FAMILIES, Job
 from shoal.launch.errors import user_frame
 from shoal.models.build import builder
+from shoal.models.moe_presets import MoeDims, num_moe_parameters, resolve_moe
 from shoal.models.presets import LlamaDims, num_parameters, resolve
 from shoal.parallel.initialise import build_on_meta
 from shoal.plan import Plan
@@ -85,7 +86,7 @@ def check_objects(settings: Settings, cluster: Cluster) -> None:
             raise ValueError(f"train.objective = {job.train.objective!r}: {error}") from error
     choose_backends(policy.backend, torch.device(cluster.device.type))
     parse_init_method(policy.init_method)
-    if job.model.family != "llama":
+    if job.model.family not in FAMILIES:
         require_arguments(job.model.family, job.model.options, "model.options")
     if source_kind(job.data.source) is SourceKind.USER:
         require_arguments(source_name(job.data.source), job.data.options, "data.options")
@@ -191,6 +192,9 @@ def workload(settings: Settings) -> Workload:
     if settings.model.family == "llama":
         dims = resolve(settings.model, vocab)
         return Workload(num_parameters(dims), _llama_activations(dims, settings.job))
+    if settings.model.family == "moe":
+        moe = resolve_moe(settings.model, vocab)
+        return Workload(num_moe_parameters(moe), _moe_activations(moe, settings.job))
     model = build_on_meta(builder(settings.model, vocab))
     return Workload(0 if model is None else sum(parameter.numel() for parameter in model.parameters()), 0)
 
@@ -202,3 +206,10 @@ def _llama_activations(dims: LlamaDims, job: Job) -> int:
     width = 2 if job.train.precision in ("bf16", "fp16") else 4
     block = 8 * dims.dim + 2 * (dims.heads + 2 * dims.kv_heads) * dims.head_dim + 4 * dims.ffn
     return job.data.seq_len * (width * dims.layers * block + (width + 8) * dims.vocab)
+
+
+def _moe_activations(dims: MoeDims, job: Job) -> int:
+    """As Llama's, with what each of a token's experts keeps: its row, taken, made and weighed, and its hidden values."""
+    width = 2 if job.train.precision in ("bf16", "fp16") else 4
+    rows = dims.top_k * (3 * dims.base.dim + 4 * dims.expert_ffn)
+    return _llama_activations(dims.base, job) + job.data.seq_len * width * dims.base.layers * rows

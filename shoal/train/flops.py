@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from shoal.models.moe_presets import MoeDims, num_moe_parameters
 from shoal.models.presets import LlamaDims, num_parameters
 from shoal.parallel.precision import map_tensors
 from shoal.train.objective import Objective
@@ -19,6 +20,12 @@ def llama_flops_per_token(dims: LlamaDims, seq_len: int) -> float:
     embedding = dims.vocab * dims.dim
     weights = num_parameters(dims) - embedding + (embedding if dims.tied else 0)
     return 6.0 * weights + 12.0 * dims.layers * dims.dim * seq_len
+
+
+def moe_flops_per_token(dims: MoeDims, seq_len: int) -> float:
+    """As Llama's, with the experts that one token goes to."""
+    of_experts = num_moe_parameters(dims, active=True) - num_parameters(dims.base)
+    return llama_flops_per_token(dims.base, seq_len) + 6.0 * of_experts
 
 
 def counted_flops(build: Callable[[], nn.Module], objective: Objective, batch: Any) -> float | None:

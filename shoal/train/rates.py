@@ -9,8 +9,9 @@ from torch import nn
 
 from shoal.data.user import collate_of, is_iterable
 from shoal.job import Job
+from shoal.models.moe_presets import resolve_moe
 from shoal.models.presets import resolve
-from shoal.train.flops import counted_flops, llama_flops_per_token
+from shoal.train.flops import counted_flops, llama_flops_per_token, moe_flops_per_token
 from shoal.train.objective import Objective
 
 
@@ -46,6 +47,8 @@ def rates(
     flops = None
     if peak and is_text and job.model.family == "llama":
         flops = llama_flops_per_token(resolve(job.model, datasets.vocab), job.data.seq_len) * weight
+    elif peak and is_text and job.model.family == "moe":
+        flops = moe_flops_per_token(resolve_moe(job.model, datasets.vocab), job.data.seq_len) * weight
     elif peak and not is_iterable(datasets.train):
         counted = counted_flops(build, objective, collate_of(datasets.train)([datasets.train[0]]))
         flops = counted * batch if counted else None

@@ -151,7 +151,7 @@ def refused(world: World, plan: Plan) -> str:
 
 
 def test_what_cannot_be_spread_is_refused_by_name() -> None:
-    assert "plan.expert = 2" in run_ranks(2, refused, Plan(replicate=2, expert=2))[0]
+    assert "plan.expert = 2" in run_ranks(2, refused, Plan(shard=2, expert=2))[0]
     assert "4 ranks" in run_ranks(2, refused, Plan(shard=4))[0]
 
 

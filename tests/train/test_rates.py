@@ -14,8 +14,9 @@ from shoal.data.batches import Datasets, open_dataset
 from shoal.job import Data, Job, Model, Train
 from shoal.models.build import builder
 from shoal.models.llama import Llama
+from shoal.models.moe_presets import MoeDims
 from shoal.models.presets import LlamaDims
-from shoal.train.flops import counted_flops, llama_flops_per_token
+from shoal.train.flops import counted_flops, llama_flops_per_token, moe_flops_per_token
 from shoal.train.objective import NextToken, Supervised
 from shoal.train.rates import Rates, rates
 
@@ -37,6 +38,16 @@ def test_operations_of_llama_are_three_forwards_of_its_products(tied: bool) -> N
     )
     # norms are counted as weights by the usual formula and are no products: 4 x 2 x 512 of 16 M
     assert llama_flops_per_token(dims, 256) == pytest.approx(3 * matrix_flops(dims, 256), rel=1e-3)
+
+
+def test_operations_of_experts_are_those_that_a_token_goes_to() -> None:
+    base = LlamaDims(
+        dim=512, layers=4, heads=8, kv_heads=2, ffn=300, vocab=4096, tied=True, rope_theta=1e4, norm_eps=1e-5
+    )
+    dims = MoeDims(base, experts=16, top_k=3, expert_ffn=500, scoring="softmax", balance_rate=0.0)
+    busy = base._replace(ffn=300 + 3 * 500)  # as wide as the shared experts and those of a token together
+    router = 4 * 2 * 512 * 16
+    assert moe_flops_per_token(dims, 256) == pytest.approx(3 * (matrix_flops(busy, 256) + router), rel=1e-3)
 
 
 def test_a_model_that_is_not_ours_is_counted_by_running_it_on_the_meta_device() -> None:
