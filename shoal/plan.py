@@ -167,6 +167,8 @@ class Plan(BaseModel):
         if self.shard > 1:
             parts.append(f"shard {self.shard} (ZeRO-{self.zero_stage})")
         text = " x ".join(parts) or "one device"
+        if self.context > 1:
+            text += f", {self.context_by}" + (f" (ZeRO-{self.zero_stage})" if self.shard == 1 else "")
         if self.pipeline > 1:
             text += f", {self.schedule} of {self.stages} stages"
         if self.micro_batch is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from shoal.parallel.replicate import core
 from shoal.parallel.shard import reshard
@@ -153,13 +153,24 @@ def part_of(whole: Tensor, parameter: DTensor) -> Tensor:
 
 
 @torch.no_grad()
+def whole_tensor(x: Tensor) -> Tensor:
+    """The whole of a plain or sharded tensor, on every rank. Collective: axis by axis, the last to be cut first."""
+    if not isinstance(x, DTensor):
+        return x
+    placements: list[Any] = list(x.placements)
+    for axis in range(len(placements)):
+        placements[axis] = Replicate()
+        x = x.redistribute(placements=placements)
+    return x.to_local()
+
+
+@torch.no_grad()
 def weights_hash(model: nn.Module) -> str:
     """sha256 over the names and bytes of all whole parameters; equal for every plan. Collective for spread models."""
     digests: dict[str, str] = {}
     reshard(model)
     for name, parameter in core(model).named_parameters():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        content = whole.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        content = whole_tensor(parameter).detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
         digests[name] = hashlib.sha256(content).hexdigest()
     if dist.is_initialized():  # ranks of a pipeline have different ones
         everyone: list[Any] = [None] * dist.get_world_size()

@@ -247,7 +247,7 @@ def apply_pipeline(
     tied = _tied(before, after)
     mine = stages_of_rank(plan, group.rank())
     last = len(ranges) - 1
-    if tied and {0, last} <= set(mine):
+    if tied and last in stages_of_rank(plan, 0):  # told to all ranks alike
         raise ValueError(
             f"plan.schedule = {plan.schedule!r} puts the first and last stage on one rank, which this version does not do for "
             f"tied parameters ({', '.join(tied)}); use another schedule, or model.tied=false"
