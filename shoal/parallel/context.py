@@ -149,15 +149,15 @@ class RingAttention(torch.autograd.Function):
                 )
         out = found.out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, found.lse)
-        ctx.group = group
+        ctx.group, ctx.state = group, first.state
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         group, half, gradient = ctx.group, query.shape[2] // 2, gradients[0].contiguous()
-        rank, whole = group.rank(), Attended(out, lse)
-        later = Attended(out[:, :, half:].contiguous(), lse[:, :, half:].contiguous())
+        rank, whole = group.rank(), Attended(out, lse, ctx.state)
+        later = Attended(out[:, :, half:].contiguous(), lse[:, :, half:].contiguous(), ctx.state)
         dq, dk, dv = (
             x.to(_wide(query)) for x in attend_backward(gradient, query, key, value, whole, causal=True)
         )
