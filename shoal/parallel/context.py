@@ -145,7 +145,8 @@ class RingAttention(torch.autograd.Function):
                     attend(query[:, :, half:], key_, value_, causal=False),
                 )
                 found = Attended(
-                    *(torch.cat((a[:, :, :half], b), 2) for a, b in zip(found, later, strict=True))
+                    torch.cat((found.out[:, :, :half], later.out), 2),
+                    torch.cat((found.lse[:, :, :half], later.lse), 2),
                 )
         out = found.out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, found.lse)
