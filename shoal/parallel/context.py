@@ -36,8 +36,18 @@ class Sequence:
         self.balanced = plan.context_by == "ring"
 
     def index(self, length: int, rank: int | None = None) -> Tensor:
-        """Places in the sequence of a rank's tokens, in its order."""
+        """Places in the sequence of a rank's tokens, in its order.
+
+        Raises:
+            ValueError: the sequence cannot be cut evenly.
+        """
         rank = self.group.rank() if rank is None else rank
+        pieces = 2 * self.parts if self.balanced else self.parts
+        if length % pieces:
+            raise ValueError(
+                f"a sequence of {length} tokens cannot be cut into {pieces} pieces for plan.context = {self.parts}; "
+                f"give sequences whose length is a multiple of {pieces}"
+            )
         if not self.balanced:
             return torch.arange(length).chunk(self.parts)[rank]
         chunks = torch.arange(length).chunk(2 * self.parts)
