@@ -24,6 +24,7 @@ from shoal.plan import Plan
 from shoal.run import write_whole
 from shoal.train.flops import llama_flops_per_token
 from shoal.train.objective import NextToken
+from shoal.train.pauses import Pauses
 from shoal.train.step import Step
 from shoal.world import World, detect_cluster
 
@@ -68,13 +69,15 @@ def measure(settings: Settings, world: World, status: RankStatus, stop: StopFlag
     )
     setup_s = time.monotonic() - began
     times, losses = [], []
-    for number in range(WARMUP + job.train.steps):
-        batch = random_batch(settings, plan, world, number)
-        world.barrier("a step")
-        seconds, loss = _timed(step, batch, world)
-        if number >= WARMUP:
-            times.append(seconds)
-        losses.append(loss)
+    with Pauses() as pauses:
+        for number in range(WARMUP + job.train.steps):
+            batch = random_batch(settings, plan, world, number)
+            world.barrier("a step")
+            seconds, loss = _timed(step, batch, world)
+            pauses.after_step(number)
+            if number >= WARMUP:
+                times.append(seconds)
+            losses.append(loss)
     found = _figures(settings, times, losses, world)
     if world.is_main:
         found["setup_s"] = round(setup_s, 1)
