@@ -36,11 +36,6 @@ class Row(NamedTuple):
 ROWS = (
     Row("shard 4", ("plan.shard=4", "plan.zero=3")),
     Row("tensor 4", ("plan.tensor=4", "plan.micro_batch=1")),
-    Row("tensor 4, overlap", ("plan.tensor=4", "plan.micro_batch=1", "plan.tensor_overlap=true")),
-    Row(
-        "tensor 2 x shard 2, overlap",
-        ("plan.tensor=2", "plan.shard=2", "plan.zero=2", "plan.micro_batch=1", "plan.tensor_overlap=true"),
-    ),
     Row("tensor 2 x shard 2", ("plan.tensor=2", "plan.shard=2", "plan.zero=2", "plan.micro_batch=1")),
     Row("pipeline 4, 1f1b", ("plan.pipeline=4", "plan.micro_batch=1", "train.global_batch=16")),
     Row(

@@ -44,10 +44,6 @@ class Plan(BaseModel):
         None, description="ZeRO stage over the shard axis; left out: 3, and 1 with a pipeline"
     )
     tensor: int = Field(1, ge=1, description="ranks that share each matrix multiplication")
-    tensor_overlap: bool = Field(
-        False,
-        description="overlap the tensor axis's communication with matrix multiplications, in compiled blocks on GPUs",
-    )
     pipeline: int = Field(1, ge=1, description="ranks that hold consecutive blocks")
     context: int = Field(1, ge=1, description="ranks that share each sequence")
     expert: int = Field(1, ge=1, description="ranks that share the experts of a mixture-of-experts model")

@@ -188,6 +188,8 @@ class Watch:
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + min(0.5, self.deadline_s / 20)
                 self._remember_memory()
+                if self._failed():
+                    return self._stop_all(0.0)
                 stalled = self._stalled_s()
                 if stalled > (self.deadline_s if self.started else max(START_S, self.deadline_s)):
                     return self._stop_all(stalled)
@@ -204,6 +206,10 @@ class Watch:
 
     def _ended_well(self) -> bool:
         return not self.nursery.lost and not any(code for code, _ in self.nursery.ended.values())
+
+    def _failed(self) -> bool:
+        """Whether a rank said that it failed: leaving a process group on GPUs can take it for ever when others wait."""
+        return any(end.status is not None and end.status.state == "failed" for end in self.ends())
 
     def _pass_on(self) -> None:
         all_there = len(self.nursery.pids) == self.nursery.ranks

@@ -44,8 +44,6 @@ def apply_tensor(model: nn.Module, plan: Plan, mesh: DeviceMesh, layout: Layout)
     axis = mesh["tensor"]
     group = axis.get_group()
     require_divisible(layout, plan)
-    if plan.tensor_overlap:
-        _overlap(group)
     cut = _Cut(model, layout, axis)
     for path, module in modules_named(model, layout.column).items():
         cut.column(path, _linear(path, module))
@@ -81,18 +79,6 @@ def require_divisible(layout: Layout, plan: Plan) -> None:
         raise ValueError(
             f"plan.tensor = {plan.tensor} and {layout.groups} key/value heads: one must divide the other"
         )
-
-
-def _overlap(group: dist.ProcessGroup) -> None:
-    """Have Inductor cut gathers and scatters beside matrix multiplications into pieces that run while others are sent.
-
-    There is no public switch (pytorch.org/blog, "Introducing Async Tensor Parallelism in PyTorch", 2024).
-    """
-    import torch._inductor.config as inductor
-    from torch.distributed import _symmetric_memory as symmetric
-
-    inductor._micro_pipeline_tp = True
-    symmetric.enable_symm_mem_for_group(group.group_name)
 
 
 class _Cut:
