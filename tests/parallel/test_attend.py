@@ -27,7 +27,7 @@ def inputs(kv_heads: int = 2) -> list[Tensor]:
 def truth(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> list[Tensor]:
     """Output and gradients of torch's attention."""
     leaves = [x.clone().requires_grad_(True) for x in (query, key, value)]
-    out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+    out = F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=True, enable_gqa=True)
     return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
 
 
@@ -36,15 +36,13 @@ def truth(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> list[T
 def test_two_blocks_make_one_attention(kv_heads: int, plain: bool) -> None:
     query, key, value, gradient = inputs(kv_heads)
     if plain:
-        one = attending._attend_plainly(
-            query, *(attending._expanded(query, x) for x in (key, value)), causal=True
-        )
-        right = attend(query, key, value, causal=True)
-        torch.testing.assert_close(one.out, right.out)
-        torch.testing.assert_close(one.lse, right.lse)
-        wide = [attending._expanded(query, x) for x in (key, value)]
-        mine = attending._plain_backward(gradient, query, *wide, one, True)
-        theirs = attend_backward(gradient, query, *wide, right, causal=True)
+        wide_key, wide_value = (attending._expanded(query, x) for x in (key, value))
+        one = attending._attend_plainly(query, wide_key, wide_value, causal=True)
+        whole = attend(query, key, value, causal=True)
+        torch.testing.assert_close(one.out, whole.out)
+        torch.testing.assert_close(one.lse, whole.lse)
+        mine = attending._plain_backward(gradient, query, wide_key, wide_value, one, True)
+        theirs = attend_backward(gradient, query, wide_key, wide_value, whole, causal=True)
         for a, b in zip(mine, theirs, strict=True):
             torch.testing.assert_close(a, b)
         return
@@ -55,9 +53,7 @@ def test_two_blocks_make_one_attention(kv_heads: int, plain: bool) -> None:
     right = truth(query, key, value, gradient)
     torch.testing.assert_close(both.out, right[0][:, :, half:])
     whole = Attended(both.out, both.lse)
-    _, dk, dv = attend_backward(
-        late_gradient, late, key[:, :, half:], value[:, :, half:], whole, causal=True
-    )
+    _, dk, dv = attend_backward(late_gradient, late, key[:, :, half:], value[:, :, half:], whole, causal=True)
     torch.testing.assert_close(dk, right[2][:, :, half:])
     torch.testing.assert_close(dv, right[3][:, :, half:])
 
@@ -95,7 +91,7 @@ def cost_of_rank(world: World) -> int:
 
 
 def test_a_sequence_that_cannot_be_cut_evenly_says_what_can() -> None:
-    with pytest.raises(ValueError, match="12 tokens cannot be cut into 8 pieces for plan.context = 4"):
+    with pytest.raises(ValueError, match=r"12 tokens cannot be cut into 8 pieces for plan\.context = 4"):
         run_ranks(4, cut_badly)
 
 
