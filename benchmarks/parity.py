@@ -84,8 +84,8 @@ def page(rows: list[dict[str, Any]], steps: int) -> str:
     lines = [
         "# Parity",
         "",
-        f"`python benchmarks/parity.py --out DIR --steps {steps}`: the largest relative errors of {steps} steps against one device",
-        "in fp64, of a small Llama with grouped heads and tied ends. What is allowed is in [verify.md](verify.md); "
+        f"`python benchmarks/parity.py --out DIR --steps {steps}`: the largest relative errors of {steps} steps against one",
+        "device in fp64, of a small Llama with grouped heads and tied ends. What is allowed is in [verify.md](verify.md); "
         f"{sum(entry['same'] for entry in rows)} of {len(rows)} are within it.",
         "",
         "| precision | plan | loss | gradient norm | worst gradient | weights | within |",
