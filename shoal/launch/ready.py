@@ -16,7 +16,7 @@ from shoal.cluster import DEVICES, Cluster
 from shoal.config import ConfigError, Settings
 from shoal.data.format import is_prepared, read_index
 from shoal.data.prepare import prepare, prepared_key
-from shoal.data.text import SourceKind, source_kind, source_name
+from shoal.data.text import HF, SourceKind, source_kind, source_name
 from shoal.imports import load_object, require_arguments
 from shoal.job import Job
 from shoal.launch.errors import user_frame
@@ -85,7 +85,9 @@ def check_objects(settings: Settings, cluster: Cluster) -> None:
             raise ValueError(f"train.objective = {job.train.objective!r}: {error}") from error
     choose_backends(policy.backend, torch.device(cluster.device.type))
     parse_init_method(policy.init_method)
-    if job.model.family != "llama":
+    if job.model.family.startswith(HF):
+        builder(job.model, None)  # downloads it, if it is on the hub, before ranks start
+    elif job.model.family != "llama":
         require_arguments(job.model.family, job.model.options, "model.options")
     if source_kind(job.data.source) is SourceKind.USER:
         require_arguments(source_name(job.data.source), job.data.options, "data.options")

@@ -56,13 +56,16 @@ def apply_axes(model: nn.Module, plan: Plan, world: World) -> Spread:
     data_groups = tuple(mesh.get_group(axis) for axis in ("replicate", "shard"))
     if plan.tensor * plan.context * plan.pipeline == 1:
         return Spread(data_groups=data_groups)
-    layout = layout_of(model)
+    layout = layout_of(model, plan)
     if layout is None:
         axis = next(axis for axis in ("tensor", "context", "pipeline") if getattr(plan, axis) > 1)
         raise ValueError(
             f"plan.{axis} = {getattr(plan, axis)}, but {type(model).__name__} has no layout that says how it can be cut; give "
             "it one (shoal.Layout, docs/models.md), or spread it over replicate and shard"
         )
+    for axis, why in layout.refused.items():
+        if getattr(plan, axis) > 1:
+            raise ValueError(f"plan.{axis} = {getattr(plan, axis)}: {why}")
     place, cut_inputs = plan.coordinates(world.rank), Spread().cut_inputs
     if plan.context > 1:
         sequence = apply_context(model, plan, world.mesh(plan).get_group("context"), layout)
