@@ -1,6 +1,7 @@
 """`Layout`: what tensor, pipeline, context and expert parallelism need to know of a model. Copies and shards need nothing.
 
-A model offers it as its attribute `layout`, or as a method of that name, which may take the plan. Modules are named by their dotted path, `*` for any part of one:
+A model offers it as its attribute `layout`, or as a method of that name, which may take the plan. Modules are named by their
+dotted path, `*` for any part of one:
 "blocks.*.attention.query".
 """
 

@@ -27,7 +27,7 @@ InitParameter = Callable[[str, Tensor, torch.Generator], None]
 
 
 def initialiser_of(model: nn.Module) -> InitParameter | None:
-    """The model's `init_parameter`, if it can set any of its parameters alone and has no buffer whose values are still to come."""
+    """The model's `init_parameter`, if it can set any of its parameters alone and no buffer waits for its values."""
     offered: Any = getattr(model, "init_parameter", None)
     return offered if callable(offered) and not any(buffer.is_meta for buffer in model.buffers()) else None
 
@@ -79,8 +79,9 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def materialise(model: nn.Module, init_parameter: InitParameter, device: torch.device, seed: int) -> None:
-    """Give a meta model storage on `device` and the initial weights of `seed`, sharded parameters their part; buffers that are not
-    on the meta device keep their values.
+    """Give a meta model storage on `device` and the initial weights of `seed`, sharded parameters their part.
+
+    Buffers that are not on the meta device keep their values.
     """
     ties = tied_names(model)
     buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}

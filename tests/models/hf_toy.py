@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shoal.job import Optimizer
+from shoal.job import Optimizer, Precision
 from shoal.models.huggingface import builder_of
 from shoal.parallel.apply import parallelize
 from shoal.parallel.initialise import seed_of, weights_hash
@@ -141,10 +141,10 @@ def run_plan(
     folder: Path,
     options: dict[str, Any] | None = None,
     documents: bool = False,
-    precision: str = "fp64",
+    precision: Precision = "fp64",
 ) -> Record:
     build = builder_of(str(folder), **(options or {}))
-    model = parallelize(build, plan, world, precision=precision, seed=7)  # pyrefly: ignore
+    model = parallelize(build, plan, world, precision=precision, seed=7)
     initial = weights_hash(model)
     step = Step(
         model, WideNextToken(), OPTIMIZER, plan, world, precision=precision, usual_weight=BATCH * LENGTH / 2

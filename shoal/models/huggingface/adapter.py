@@ -1,9 +1,9 @@
 """`HuggingFace`: a transformers model as Shoal calls models, under the names that its parameters have there.
 
-[Note: stages] Under a pipeline each stage runs the model's own code from end to end, with stand-ins for the blocks. The first stage
-stops it at the first block, whose input it is; every stage notes what the blocks are given beside it; the last stage lets the
-stand-in for the last block answer with what the real blocks made. So scaled embeddings, rotary tables of several kinds and capped
-logits are what transformers makes them, and none is named here.
+[Note: stages] Under a pipeline each stage runs the model's own code from end to end, with stand-ins for the blocks. The first
+stage stops it at the first block, whose input it is; every stage notes what the blocks are given beside it; the last stage lets
+the stand-in for the last block answer with what the real blocks made. So scaled embeddings, rotary tables of several kinds and
+capped logits are what transformers makes them, and none is named here.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class HuggingFace(nn.Module):
     """
 
     cast_unit_inputs = False
+    inner: Any
+    config: Any
 
     def __init__(self, inner: nn.Module, stored: StoredWeights | None) -> None:
         super().__init__()
@@ -48,7 +50,8 @@ class HuggingFace(nn.Module):
         self.__dict__["inner"] = inner  # not a child: names would begin with it
         for name, child in inner.named_children():
             self.add_module(name, child)
-        self.config: Any = inner.config
+        inner_config: Any = inner.config
+        self.config = inner_config
         self.structure = Structure.of(inner)
         self.uses_every_parameter = all(
             parameter.dim() <= 2 for parameter in self.parameters()
@@ -56,7 +59,7 @@ class HuggingFace(nn.Module):
         self._stored = stored
         self._vectors = _first_values(inner)
         self._sequence_parts = 1
-        self._is_ours = self.config._attn_implementation == NAME
+        self._is_ours = inner_config._attn_implementation == NAME
         self._takes_positions = "position_ids" in inspect.signature(inner.forward).parameters
         for module in self.structure.attention.values():
             module.attend = plain  # pyrefly: ignore[bad-argument-type] - context parallelism puts its own there
@@ -96,7 +99,8 @@ class HuggingFace(nn.Module):
         name = type(self.inner).__name__
         if documents is not None and not self._is_ours:
             raise ValueError(
-                f"data.isolate_documents = true, but {name} has layers whose attention takes no mask of documents; set it to false"
+                f"data.isolate_documents = true, but {name} has layers whose attention takes no mask of documents; set it "
+                "to false"
             )
         self._choose_experts()
         given: dict[str, Any] = {"use_cache": False}

@@ -30,8 +30,8 @@ def construct(config: Any, lora: dict[str, Any] | None) -> nn.Module:
 def parameters_on_meta() -> Iterator[None]:
     """While it lasts, modules are built with parameters on the meta device and buffers on the CPU.
 
-    Buffers (rotary frequencies) are computed in constructors and are in no file of weights: built on the meta device they would be
-    lost. A parameter is replaced as it is registered, before it is initialised, so that its memory is never touched.
+    Buffers (rotary frequencies) are computed in constructors and are in no file of weights: built on the meta device they would
+    be lost. A parameter is replaced as it is registered, before it is initialised, so that its memory is never touched.
     """
     original = nn.Module.register_parameter
 

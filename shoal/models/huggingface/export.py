@@ -110,11 +110,12 @@ def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def _added(adapted: Any) -> Tensor:
     """What the adapters of a linear add to its weight."""
-    total = sum(
+    added = [
         scale * (_whole(adapted.lora_B[name].weight) @ _whole(adapted.lora_A[name].weight))
         for name, scale in adapted.scaling.items()
-    )
-    return total.T if getattr(adapted, "fan_in_fan_out", False) else total  # pyrefly: ignore[missing-attribute]
+    ]
+    total = torch.stack(added).sum(0)
+    return total.T if getattr(adapted, "fan_in_fan_out", False) else total
 
 
 def _exported_name(model: nn.Module, name: str) -> str:

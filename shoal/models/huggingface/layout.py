@@ -1,7 +1,8 @@
 """How a transformers model can be cut: from its own hints for tensor parallelism, and from its structure.
 
-Hints ("colwise", "rowwise" by module) say which linears may be cut by outputs and inputs. A module between whose entry and exit both
-kinds lie, and nothing else that mixes features, is a region. What hints do not allow stays whole on every rank of the tensor axis.
+Hints ("colwise", "rowwise" by module) say which linears may be cut by outputs and inputs. A module between whose entry and exit
+both kinds lie, and nothing else that mixes features, is a region. What hints do not allow stays whole on every rank of the tensor
+axis.
 """
 
 from __future__ import annotations
@@ -196,7 +197,10 @@ def _after_blocks(model: Any, structure: Structure) -> list[str]:
 def _against_tensor(model: Any, regions: list[Region], *, sequence: bool) -> str:
     name = type(model).__name__
     if not regions:
-        return f"the linears of {name} cannot be cut (fused or adapted ones, or no hints in its configuration); use shard or replicate"
+        return (
+            f"no linear of {name} can be cut: they are fused or adapted, or its configuration has no hints for it; use shard or "
+            "replicate"
+        )
     dropped = [
         path for path, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0
     ]

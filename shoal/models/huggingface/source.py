@@ -45,7 +45,8 @@ def builder_of(name: str, vocab: int | None = None, **options: Any) -> Callable[
         options: `weights`, `config` and `lora` as in `[model.options]`.
 
     Raises:
-        ValueError: there is no such model, an option is unknown, weights are wanted and not there, or the vocabulary is too small.
+        ValueError: there is no such model, an option is unknown, weights are wanted and not there, or the vocabulary is too
+            small.
 
     Example:
         model = shoal.parallelize(builder_of("checkpoints/qwen"), shoal.Plan(shard=8), world, precision="bf16")

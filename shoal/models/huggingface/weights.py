@@ -1,7 +1,7 @@
 """Weights in safetensors files, of which each rank reads the parts that it keeps.
 
-Files may hold a model under older names, or the experts of a mixture one by one; transformers knows both as conversions, which are
-followed here for the parts that are read.
+Files may hold a model under older names, or the experts of a mixture one by one; transformers knows both as conversions, which
+are followed here for the parts that are read.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class StoredWeights:
             known = next((name for name in names if name in self._recipes), None)
             if known is None:
                 raise ValueError(
-                    f"{self.folder} has no weights for {names[0]}; its files are of another model, or model.options.config changes "
-                    "what it is made of (model.options.weights = false draws new weights)"
+                    f"{self.folder} has no weights for {names[0]}; its files are of another model, or model.options.config "
+                    "changes what it is made of (model.options.weights = false draws new weights)"
                 )
-            self._recipes |= {name: self._recipes[known] for name in names}
+            self._recipes |= dict.fromkeys(names, self._recipes[known])
 
     def __contains__(self, name: str) -> bool:
         return name in self._recipes
@@ -171,8 +171,8 @@ def _joined(name: str, converter: Any, by_pattern: dict[str, list[str]]) -> Reci
     operations = {type(operation).__name__: operation for operation in converter.operations}
     if set(operations) - {"MergeModulelist", "Concatenate"} or len(converter.target_patterns) > 1:
         raise ValueError(
-            f"{name} is stored in a form that transformers converts by {', '.join(operations)}, which this version does not do by "
-            "part; load the model with transformers and save it with save_pretrained(..., save_original_format=False)"
+            f"{name} is stored in a form that transformers converts by {', '.join(operations)}, which this version does not do "
+            "by part; load the model with transformers and save it with save_pretrained(..., save_original_format=False)"
         )
     keys = [by_pattern[pattern] for pattern in converter.source_patterns if pattern in by_pattern]
     merge, join = operations.get("MergeModulelist"), operations.get("Concatenate")

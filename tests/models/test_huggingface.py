@@ -1,0 +1,167 @@
+"""Models of transformers train as plain transformers does, on one process and on any plan that they allow."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.plan import Plan
+from shoal.world import World
+from tests.ranks import run_ranks
+
+pytest.importorskip("transformers")
+
+from tests.models import hf_toy as toy  # noqa: E402 - needs transformers
+
+KINDS = list(toy.CONFIGS)
+MICRO = {"micro_batch": 4}
+PARALLEL = {
+    "zero3": Plan(shard=2, micro_batch=2),
+    "tensor": Plan(tensor=2),
+    "ring": Plan(context=2),
+    "pipeline": Plan(pipeline=2, micro_batch=4),
+}
+# fp64 sums in another order differ by 1e-16 relative; three steps of AdamW, which divides small numbers by small numbers, let the
+# weights differ by more
+TOLERANCE = 1e-9
+
+
+@lru_cache
+def folder_of(kind: str) -> Path:
+    return toy.folder_of(kind)
+
+
+@lru_cache
+def plainly(kind: str) -> toy.Record:
+    return toy.run_plainly(toy.plain_model(folder_of(kind)))
+
+
+def assert_same(records: list[toy.Record], reference: toy.Record) -> None:
+    """Ranks of a pipeline have a part of the weights each."""
+    weights = {name: weight for record in records for name, weight in record.weights.items()}
+    assert set(weights) == set(reference.weights)
+    for record in records:
+        assert record.initial_hash == reference.initial_hash
+        assert record.losses == pytest.approx(reference.losses, rel=TOLERANCE)
+        assert record.norms == pytest.approx(reference.norms, rel=TOLERANCE)
+    for name, weight in reference.weights.items():
+        atol = TOLERANCE * float(weight.abs().max())
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=atol, msg=name)
+
+
+def run_folders(world: World, folders: list[Path]) -> list[toy.Record]:
+    return [toy.run_plan(world, Plan(), folder) for folder in folders]
+
+
+@lru_cache
+def on_one_rank() -> dict[str, toy.Record]:
+    records = run_ranks(1, run_folders, [folder_of(kind) for kind in KINDS])[0]
+    return dict(zip(KINDS, records, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_trains_as_plain_transformers_does(kind: str) -> None:
+    assert_same([on_one_rank()[kind]], plainly(kind))
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_llama_trains_alike_on_every_axis(name: str) -> None:
+    plan = PARALLEL[name]
+    assert_same(run_ranks(plan.world_size, toy.run_plan, plan, folder_of("llama")), plainly("llama"))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(tensor=4),  # more ranks than key/value heads
+        Plan(tensor=2, context=2, context_by="all_to_all"),
+        Plan(pipeline=2, tensor=2, micro_batch=4, schedule="interleaved_1f1b"),
+        Plan(shard=2, tensor=2),
+    ],
+    ids=Plan.describe,
+)
+def test_axes_of_llama_compose(plan: Plan) -> None:
+    assert_same(run_ranks(plan.world_size, toy.run_plan, plan, folder_of("llama")), plainly("llama"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("qwen3", "tensor"),  # norms inside of attention
+        ("gemma", "tensor"),  # an embedding that is scaled stays whole
+        ("gemma2", "tensor"),  # logits that are capped after the head
+        ("phi", "tensor"),  # biases everywhere, attention and feed-forward side by side
+        ("gpt_neox", "tensor"),  # query, key and value in one linear, by heads
+        ("mixtral", "tensor"),  # experts stay whole
+        ("mixtral", "zero3"),
+        ("gpt2", "zero3"),
+        ("gemma3_text", "pipeline"),  # blocks of two kinds, with a rotary table each
+        ("mixtral", "pipeline"),
+        ("gpt2", "ring"),  # positions that are looked up
+    ],
+)
+def test_other_models_train_alike_where_their_structure_allows_it(kind: str, name: str) -> None:
+    plan = PARALLEL[name]
+    assert_same(run_ranks(plan.world_size, toy.run_plan, plan, folder_of(kind)), plainly(kind))
+
+
+@pytest.mark.parametrize("name", ["zero3", "tensor", "ring"])
+def test_documents_are_kept_apart_alike_on_every_plan(name: str) -> None:
+    plan = PARALLEL[name]
+    alone = run_ranks(1, toy.run_plan, Plan(), folder_of("llama"), None, True)[0]
+    assert alone.losses != pytest.approx(plainly("llama").losses, rel=1e-3)
+    assert_same(run_ranks(plan.world_size, toy.run_plan, plan, folder_of("llama"), None, True), alone)
+
+
+def attends_apart(world: World, folder: Path) -> float:
+    """Largest difference between a document's logits alone, and behind another in one sample."""
+    from shoal.models.huggingface import builder_of
+    from shoal.parallel.apply import parallelize
+
+    model = parallelize(builder_of(str(folder)), Plan(), world, precision="fp64").eval()
+    tokens = torch.randint(0, toy.VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
+    documents = (torch.arange(12) >= 7).long().expand(2, -1)
+    positions = torch.arange(12) - 7 * documents
+    with torch.no_grad(), toy.AllWide():
+        packed = model(tokens, positions=positions, documents=documents)
+        return float((packed[:, 7:] - model(tokens[:, 7:])).abs().max())
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2"])
+def test_a_packed_document_sees_what_it_sees_alone(kind: str) -> None:
+    assert run_ranks(1, attends_apart, folder_of(kind))[0] < 1e-12
+
+
+def refusal(world: World, plan: Plan, folder: Path, options: dict[str, Any]) -> str:
+    try:
+        toy.run_plan(world, plan, folder, options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "options", "words"),
+    [
+        ("gpt2", "tensor", {}, ["plan.tensor = 2", "GPT2LMHeadModel", "fused", "shard"]),
+        ("phi3", "tensor", {}, ["plan.tensor = 2", "Phi3ForCausalLM", "fused"]),
+        ("gpt2", "pipeline", {}, ["plan.pipeline = 2", "transformer.wpe"]),
+        ("mistral", "ring", {}, ["plan.context = 2", "windows of 5"]),
+        (
+            "llama",
+            "tensor",
+            {"lora": {"target_modules": ["q_proj", "down_proj"]}},
+            ["plan.tensor = 2", "adapted"],
+        ),
+        ("llama", "ring", {"config": {"attention_dropout": 0.1}}, ["plan.context = 2", "dropout 0.1"]),
+    ],
+)
+def test_what_a_structure_does_not_allow_is_refused_with_the_reason(
+    kind: str, name: str, options: dict[str, Any], words: list[str]
+) -> None:
+    message = run_ranks(2, refusal, PARALLEL[name], folder_of(kind), options)[0]
+    assert all(word in message for word in words), message
