@@ -93,6 +93,12 @@ class WideNextToken(NextToken):
             return super().forward(model, batch)
 
 
+class NextTokenWhole(NextToken):
+    """Asks for whole logits."""
+
+    takes_parts = False
+
+
 def config_of(kind: str, **changes: Any) -> Any:
     import transformers
 
@@ -176,16 +182,16 @@ def plain_model(folder: Path, options: dict[str, Any] | None = None) -> nn.Modul
     return model.double()
 
 
-def run_plainly(model: nn.Module) -> Record:
+def run_plainly(model: nn.Module, settings: Optimizer = OPTIMIZER) -> Record:
     """Whole batches, torch's own clipping and optimizer, transformers' own masks."""
     initial = weights_hash(model)
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, foreach=False)
+    optimizer = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, foreach=False)
     losses, norms = [], []
     for index in range(STEPS):
         batch = global_batch(index)
@@ -193,9 +199,9 @@ def run_plainly(model: nn.Module) -> Record:
             logits = model(input_ids=batch["tokens"], use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
         loss.backward()
-        norms.append(nn.utils.clip_grad_norm_(trained, OPTIMIZER.clip).item())
+        norms.append(nn.utils.clip_grad_norm_(trained, settings.clip).item())
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(OPTIMIZER, index, STEPS)
+            group["lr"] = learning_rate(settings, index, STEPS)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 
 pytest.importorskip("transformers")
 
-from tests.models import hf_toy as toy  # noqa: E402 - needs transformers
+from tests.models import hf_toy as toy
 
 KINDS = list(toy.CONFIGS)
 MICRO = {"micro_batch": 4}
