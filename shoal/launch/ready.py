@@ -54,6 +54,8 @@ def make_ready(
         settings = with_data(settings, progress)
         plan = complete_plan(settings, cluster)
         check(settings.job, plan, cluster)
+        if settings.model.family.startswith(HF):
+            check_hugging_face(settings, plan)
         if settings.run.resume and (done := list_checkpoints(Run(Path(settings.run.dir)).checkpoints)[0]):
             require_same_numbers(done[-1], settings.job)
     except ValueError as error:
@@ -102,6 +104,18 @@ def _own_errors() -> Generator[None, None, None]:
         raise
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}, at {user_frame(error)}") from error
+
+
+def check_hugging_face(settings: Settings, plan: Plan) -> None:
+    """Whether a plan fits a model of transformers, which is known once it is built (without storage).
+
+    Raises:
+        ValueError: naming the axis and the reason.
+    """
+    from shoal.models.huggingface import builder_of
+
+    model = builder_of(settings.model.family, vocab_of(settings), **settings.model.options)()
+    model.check_plan(plan, settings.data.seq_len)
 
 
 def complete_plan(settings: Settings, cluster: Cluster) -> Plan:

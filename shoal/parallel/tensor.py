@@ -40,11 +40,11 @@ def apply_tensor(model: nn.Module, plan: Plan, mesh: DeviceMesh, layout: Layout)
     """Cut a model over the tensor axis, in place; its forward then returns logits as a `DTensor` cut by vocabulary.
 
     Raises:
-        ValueError: the layout names modules that are not there or are of another kind, or dims that the degree does not divide.
+        ValueError: the layout names modules that are not there or are of another kind, or dims that the degree does not divide
+            (those it counts are checked by `require_divisible` before).
     """
     axis = mesh["tensor"]
     group = axis.get_group()
-    require_divisible(layout, plan)
     cut = _Cut(model, layout, axis)
     for path, module in modules_named(model, layout.column).items():
         cut.column(path, _linear(path, module))

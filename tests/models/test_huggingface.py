@@ -165,3 +165,46 @@ def test_what_a_structure_does_not_allow_is_refused_with_the_reason(
 ) -> None:
     message = run_ranks(2, refusal, PARALLEL[name], folder_of(kind), options)[0]
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("plan", "length", "words"),
+    [
+        (Plan(tensor=3), 12, ["plan.tensor = 3", "num_attention_heads = 4"]),
+        (Plan(tensor=2), 13, ["data.seq_len", "multiple of 2", "14 would do"]),
+        (Plan(context=2), 14, ["plan.context = 2", "multiple of 4", "16 would do"]),
+        (Plan(pipeline=8), 12, ["plan.pipeline = 8", "4 blocks"]),
+        (Plan(tensor=2, context=4, context_by="all_to_all"), 16, ["rank's 2 heads", "ring"]),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_before_ranks_start(
+    plan: Plan, length: int, words: list[str]
+) -> None:
+    from shoal.models.huggingface import builder_of
+
+    with pytest.raises(ValueError, match=r"plan\.") as raised:
+        builder_of(str(folder_of("llama")))().check_plan(plan, length)
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_a_vocabulary_that_does_not_divide_stays_whole(tmp_path: Path) -> None:
+    folder = toy.folder_of("llama", vocab_size=53)
+    alone = toy.run_plainly(toy.plain_model(folder))
+    assert_same(run_ranks(2, toy.run_plan, PARALLEL["tensor"], folder), alone)
+
+
+def test_a_model_has_no_storage_until_it_is_spread_but_right_buffers() -> None:
+    import transformers
+
+    from shoal.models.huggingface import builder_of
+
+    folder = folder_of("llama")
+    with torch.device("meta"):
+        model = builder_of(str(folder))()
+    plain: Any = transformers.AutoModelForCausalLM.from_config(toy.config_of("llama"))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert set(dict(model.named_parameters())) == set(dict(plain.named_parameters()))
+    assert dict(model.named_buffers())
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer)
+    assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")

@@ -25,6 +25,7 @@ from shoal.models.huggingface.layout import Structure, layout_for
 from shoal.models.huggingface.weights import Part, StoredWeights, is_adapter, plain_name
 from shoal.models.llama import document_mask
 from shoal.parallel.precision import cast_floats
+from shoal.parallel.spread import require_layout
 from shoal.plan import Plan
 
 
@@ -127,6 +128,33 @@ class HuggingFace(nn.Module):
         found = layout_for(self.inner, self.structure, plan, ours=self._is_ours)
         self._sequence_parts = plan.tensor if found.sequence_dim is not None else 1
         return found
+
+    def check_plan(self, plan: Plan, length: int) -> None:
+        """Refuse a plan that does not fit this model on sequences of `length` tokens.
+
+        Raises:
+            ValueError: naming the axis and the reason.
+        """
+        if plan.tensor * plan.context * plan.pipeline == 1:
+            return
+        require_layout(self, plan)
+        blocks, heads = len(self.structure.blocks), self.config.num_attention_heads // plan.tensor
+        if plan.stages > blocks:
+            raise ValueError(
+                f"plan.pipeline = {plan.pipeline} makes {plan.stages} stages for {blocks} blocks; use fewer"
+            )
+        chunks = 2 if plan.context_by == "ring" and plan.context > 1 else 1
+        pieces = math.lcm(plan.context * chunks, plan.context * self._sequence_parts)
+        if length % pieces:
+            raise ValueError(
+                f"plan.context = {plan.context} and plan.tensor = {plan.tensor} need a data.seq_len that is a multiple of "
+                f"{pieces}, and it is {length}; {-(-length // pieces) * pieces} would do"
+            )
+        if plan.context > 1 and plan.context_by == "all_to_all" and heads % plan.context:
+            raise ValueError(
+                f"plan.context = {plan.context} by all_to_all does not divide a rank's {heads} heads; use "
+                "plan.context_by=ring"
+            )
 
     def begin(
         self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
