@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def test_a_run_is_exported_with_its_tokenizer_and_samples_alike(
     assert json.loads(done.stdout) == {"step": 2, "folder": "out"}
     model = transformers.AutoModelForCausalLM.from_pretrained("out").eval()
     assert type(model).__name__ == kind
-    tokenizer = transformers.AutoTokenizer.from_pretrained("out")
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained("out")
     tokens = torch.tensor([tokenizer("the shoal swims")["input_ids"]])
     trained = open_run(Path("run"))
     assert trained.tokenizer.encode("the shoal swims").ids == tokens[0].tolist()
