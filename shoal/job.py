@@ -27,7 +27,9 @@ class Section(BaseModel):
 class Model(Section):
     """Which model: a family of ours with its dimensions, or the user's own by import path."""
 
-    family: str = Field("llama", description='"llama", or "package.module:build" for a model of your own')
+    family: str = Field(
+        "llama", description='"llama", "hf:<path or id>" (transformers), or "package.module:build"'
+    )
     preset: str | None = Field(None, description='named dimensions of a family: "1m", "5m", ... "405b"')
     dim: int | None = Field(None, ge=1, description="width of the residual stream")
     layers: int | None = Field(None, ge=1, description="number of blocks")
@@ -38,7 +40,9 @@ class Model(Section):
     tied: bool | None = Field(None, description="output head shares the embedding's weights")
     rope_theta: float | None = Field(None, gt=0, description="base of the rotary position frequencies")
     norm_eps: float | None = Field(None, gt=0, description="epsilon of RMSNorm")
-    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of your own build()")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments of your own build(), or of hf:"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

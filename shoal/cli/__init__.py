@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from shoal.cli import doctor, prepare, report, sample, schema, train, verify
+from shoal.cli import doctor, export, prepare, report, sample, schema, train, verify
 from shoal.config import ConfigError
 from shoal.version import __version__
 
@@ -22,6 +22,7 @@ app.command("train")(train.train)
 app.command("verify")(verify.verify)
 app.command("prepare")(prepare.prepare)
 app.command("sample")(sample.sample)
+app.command("export")(export.export)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
 app.command("schema")(schema.schema)

@@ -156,6 +156,8 @@ class Pipeline:
     def sum_tied_gradients(self, gradients: dict[str, Tensor]) -> None:
         """Add the other stage's gradient to that of each tied parameter, in place. Collective over the first and last rank."""
         for tie in self.ties:
+            if tie.name not in gradients:  # frozen
+                continue
             mine = gradients[tie.name]
             theirs = torch.empty_like(mine)
             works = dist.batch_isend_irecv(

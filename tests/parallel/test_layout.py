@@ -136,8 +136,8 @@ def test_patterns_name_parts_of_a_path_and_not_more() -> None:
 
 def test_a_layout_is_a_layout() -> None:
     model = nn.Linear(2, 2)
-    assert layout_of(model) is None
+    assert layout_of(model, Plan()) is None
     model.__dict__["layout"] = {"column": []}
     with pytest.raises(TypeError, match=r"Linear\.layout gives dict; expected a shoal\.Layout"):
-        layout_of(model)
+        layout_of(model, Plan())
     assert shoal.Layout is Layout
