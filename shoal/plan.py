@@ -70,8 +70,9 @@ class Plan(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.zero == 0 and self.cut > 1:
+            axis = "shard" if self.shard > 1 else "context"
             raise ValueError(
-                f"zero = 0 cuts nothing, but shard x context = {self.cut}; use zero = 1, 2 or 3, or leave it out"
+                f"zero = 0 cuts nothing, but {axis} = {getattr(self, axis)}; use zero = 1, 2 or 3, or leave it out"
             )
         if self.pipeline > 1 and self.zero == 2:
             raise ValueError(

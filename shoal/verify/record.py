@@ -79,6 +79,8 @@ def record_tasks(settings: Settings, world: World, status: RankStatus, stop: Sto
     folder = Path(settings.run.dir)
     for number, text in enumerate(json.loads((folder / TASKS).read_text())):
         status.enter("verify", number)
+        if world.broadcast_text(("stop" if stop.requested else "") if world.is_main else None):
+            return  # asked to, on all ranks before the same task
         found = record(Settings.from_toml(text), world)
         if world.is_main:
             torch.save(found._asdict(), folder / f"{number}.pt")
