@@ -225,5 +225,5 @@ def test_torchrun_ranks_say_who_failed_and_whose_victims_they_are(tmp_path: Path
     )
     assert done.returncode == 1
     own = CAUSES["raise"].format("step")
-    assert f"\n{own}" in f"\n{done.stderr}"
+    assert f"\n{own}" in f"\n{done.stderr}", done.stderr
     assert f"rank 0 was stopped, in step 3, phase step, because {own}" in done.stderr
