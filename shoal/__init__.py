@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from shoal.config import ConfigError, Settings, load
     from shoal.data.batches import batches, eval_batches, open_dataset
     from shoal.job import Job
+    from shoal.layout import Layout
     from shoal.parallel.apply import parallelize
     from shoal.parallel.initialise import weights_hash
     from shoal.plan import Plan
@@ -32,6 +33,7 @@ _HOMES = {
     "eval_batches": "shoal.data.batches",
     "open_dataset": "shoal.data.batches",
     "Job": "shoal.job",
+    "Layout": "shoal.layout",
     "parallelize": "shoal.parallel.apply",
     "weights_hash": "shoal.parallel.initialise",
     "Plan": "shoal.plan",
@@ -54,6 +56,7 @@ __all__ = [
     "Cluster",
     "ConfigError",
     "Job",
+    "Layout",
     "Loss",
     "NextToken",
     "Objective",

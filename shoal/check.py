@@ -130,8 +130,8 @@ def _check_sequence(dims: LlamaDims, job: Job, plan: Plan) -> None:
     pieces = math.lcm(plan.context * chunks, plan.context * plan.tensor)
     if length % pieces:
         raise ValueError(
-            f"plan.context = {plan.context} and plan.tensor = {plan.tensor} need a data.seq_len that is a multiple of {pieces}, "
-            f"and it is {length}; such as {max(1, length // pieces) * pieces} and {-(-length // pieces) * pieces}"
+            f"plan.context = {plan.context} and plan.tensor = {plan.tensor} need a multiple of {pieces} as data.seq_len, and "
+            f"it is {length}; such as {max(1, length // pieces) * pieces} and {-(-length // pieces) * pieces}"
         )
     heads = dims.heads // plan.tensor
     if plan.context_by == "all_to_all" and heads % plan.context:

@@ -29,7 +29,7 @@ class Model(Section):
     """Which model: a family of ours with its dimensions, or the user's own by import path."""
 
     family: str = Field(
-        "llama", description='"llama", "moe", or "package.module:build" for a model of your own'
+        "llama", description='"llama", "moe", "hf:<path or id>" (transformers), or "package.module:build"'
     )
     preset: str | None = Field(
         None, description='named dimensions of a family: "1m", "5m", ... "405b", or "8x5m", ... "8x7b"'
@@ -57,7 +57,9 @@ class Model(Section):
         ge=0,
         description="how far an expert's bias moves a step, towards equal use; left out: 0.001; 0: not (moe)",
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of your own build()")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments of your own build(), or of hf:"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

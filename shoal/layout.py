@@ -1,6 +1,7 @@
 """`Layout`: what tensor, pipeline, context and expert parallelism need to know of a model. Copies and shards need nothing.
 
-A model offers it as its method or attribute `layout`. Modules are named by their dotted path, `*` for any part of one:
+A model offers it as its attribute `layout`, or as a method of that name, which may take the plan. Modules are named by their
+dotted path, `*` for any part of one:
 "blocks.*.attention.query".
 """
 
@@ -61,3 +62,5 @@ class Layout:
     """modules that `end` uses"""
     counts: dict[str, int] = field(default_factory=dict)
     """what the tensor degree must divide, by the name that a message gives it"""
+    refused: dict[str, str] = field(default_factory=dict)
+    """axes along which the model cannot be cut, and why: {"pipeline": "its blocks are not in one list"}"""

@@ -75,8 +75,9 @@ class Plan(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.zero == 0 and self.cut > 1:
+            axis = "shard" if self.shard > 1 else "context"
             raise ValueError(
-                f"zero = 0 cuts nothing, but shard x context = {self.cut}; use zero = 1, 2 or 3, or leave it out"
+                f"zero = 0 cuts nothing, but {axis} = {getattr(self, axis)}; use zero = 1, 2 or 3, or leave it out"
             )
         if self.sharing % self.expert:
             works = [degree for degree in range(1, self.sharing + 1) if self.sharing % degree == 0]
@@ -183,6 +184,8 @@ class Plan(BaseModel):
         if self.shard > 1:
             parts.append(f"shard {self.shard} (ZeRO-{self.zero_stage})")
         text = " x ".join(parts) or "one device"
+        if self.context > 1:
+            text += f", {self.context_by}" + (f" (ZeRO-{self.zero_stage})" if self.shard == 1 else "")
         if self.expert > 1:
             text += f", experts over {self.expert}"
         if self.pipeline > 1:

@@ -22,6 +22,7 @@ TINY = (
 )
 FEW_STEPS = {
     "quickstart.toml": [*TINY.split(), "train.steps=2", "train.eval_samples=4"],
+    "huggingface.toml": [*TINY.split()[2:], "train.steps=2", "train.eval_samples=4"],
     "digits.toml": ["train.steps=12", "train.eval_every=5"],
 }
 STEPS = 12
@@ -60,6 +61,13 @@ def test_quickstart_trains(tmp_path: Path) -> None:
     trained = train("quickstart.toml", tmp_path)
     assert len(trained.losses) == 2
     assert 5 < trained.losses[0] < 6  # about log 257
+
+
+def test_a_model_of_transformers_trains_from_its_configuration(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    trained = train("huggingface.toml", tmp_path)
+    assert len(trained.losses) == 2
+    assert 7 < trained.losses[0] < 8.5  # about log 2048
 
 
 def _losses(world: World, steps: int) -> list[float]:

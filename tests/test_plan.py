@@ -75,7 +75,7 @@ def test_zero_is_3_unless_said_and_0_with_nothing_to_shard(keys: dict[str, Any],
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"zero": 0, "shard": 2}, "zero = 0 cuts nothing, but shard x context = 2; use zero = 1, 2 or 3"),
+        ({"zero": 0, "shard": 2}, "zero = 0 cuts nothing, but shard = 2; use zero = 1, 2 or 3"),
         ({"zero": 4}, "0, 1, 2 or 3"),
         ({"tensor": 0}, "greater than or equal to 1"),
         ({"recompute": "half"}, "'none' or 'full'"),

@@ -23,7 +23,7 @@ def main() -> None:
             cpu_ram_efficient_loading=False,
             state_dict_type="SHARDED_STATE_DICT",
         ),
-        dynamo_plugin=TorchDynamoPlugin(backend="inductor", use_regional_compilation=True),
+        dynamo_plugin=TorchDynamoPlugin(backend="inductor", use_regional_compilation=True),  # pyrefly: ignore
     )
     built = hugging_face.build(peer)
     model, optimizer = accelerator.prepare(built, adamw(built, peer))

@@ -26,7 +26,7 @@ def build(peer: Peer) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": dims.rope_theta},
         max_position_embeddings=peer.setting.job.data.seq_len,
         use_cache=False,
-        attn_implementation="sdpa",
+        attn_implementation="sdpa",  # pyrefly: ignore
     )
     with peer.device:
         model = LlamaForCausalLM(config)

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from shoal.cli import doctor, prepare, report, sample, schema, train
+from shoal.cli import doctor, export, prepare, report, sample, schema, train, verify
 from shoal.config import ConfigError
 from shoal.version import __version__
 
@@ -19,8 +19,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("train")(train.train)
+app.command("verify")(verify.verify)
 app.command("prepare")(prepare.prepare)
 app.command("sample")(sample.sample)
+app.command("export")(export.export)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
 app.command("schema")(schema.schema)

@@ -40,13 +40,15 @@ class Outcome(NamedTuple):
     report: str = ""
 
 
-def launch(settings: Settings, ranks: int, *, device: str = "auto", target: str = TRAIN) -> Outcome:
+def launch(
+    settings: Settings, ranks: int, *, device: str = "auto", target: str = TRAIN, quiet: bool = False
+) -> Outcome:
     """Run `target` on `ranks` ranks of this machine until all have ended.
 
     The first SIGTERM, SIGINT or SIGHUP asks every rank to finish its step, save and leave; a second one
     kills. If a rank fails, or no rank gets from one phase to the next within `run.deadline_s`, all are
     stopped. Then the report, which begins with the rank that failed first, is on stderr and in
-    `<run>/ranks/failure.txt`.
+    `<run>/ranks/failure.txt`; with `quiet` it is not on stderr.
 
     Raises:
         ValueError: fewer than one rank, or the run directory cannot be written.
@@ -67,7 +69,7 @@ def launch(settings: Settings, ranks: int, *, device: str = "auto", target: str 
             watch = Watch(run, nursery, requests, settings.run.deadline_s)
             problem = watch.until_end()
         if problem is not None:
-            return _failed(run, problem)
+            return _failed(run, problem, quiet)
     step = min(end.step for end in watch.ends())
     return Outcome("interrupted" if _was_stopped(run, step < settings.train.steps) else "ok", step)
 
@@ -186,6 +188,8 @@ class Watch:
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + min(0.5, self.deadline_s / 20)
                 self._remember_memory()
+                if self._failed():
+                    return self._stop_all(0.0)
                 stalled = self._stalled_s()
                 if stalled > (self.deadline_s if self.started else max(START_S, self.deadline_s)):
                     return self._stop_all(stalled)
@@ -202,6 +206,10 @@ class Watch:
 
     def _ended_well(self) -> bool:
         return not self.nursery.lost and not any(code for code, _ in self.nursery.ended.values())
+
+    def _failed(self) -> bool:
+        """Whether a rank said that it failed: leaving a process group on GPUs can take it for ever when others wait."""
+        return any(end.status is not None and end.status.state == "failed" for end in self.ends())
 
     def _pass_on(self) -> None:
         all_there = len(self.nursery.pids) == self.nursery.ranks
@@ -271,9 +279,10 @@ def _clear(folder: Path) -> None:
             path.unlink()
 
 
-def _failed(run: Run, scene: Scene) -> Outcome:
+def _failed(run: Run, scene: Scene, quiet: bool) -> Outcome:
     culprit, text = report(scene, run.ranks)
-    print(text, file=sys.stderr, flush=True)
+    if not quiet:
+        print(text, file=sys.stderr, flush=True)
     with suppress(OSError):  # such as a full disk, which may be the failure
         write_whole(run.ranks / "failure.txt", text + "\n")
         run.event("fault", rank=culprit.rank, message=culprit.headline)

@@ -16,7 +16,7 @@ from shoal.cluster import DEVICES, Cluster
 from shoal.config import ConfigError, Settings
 from shoal.data.format import is_prepared, read_index
 from shoal.data.prepare import prepare, prepared_key
-from shoal.data.text import SourceKind, source_kind, source_name
+from shoal.data.text import HF, SourceKind, source_kind, source_name
 from shoal.imports import load_object, require_arguments
 from shoal.job import FAMILIES, Job
 from shoal.launch.errors import user_frame
@@ -55,6 +55,8 @@ def make_ready(
         settings = with_data(settings, progress)
         plan = complete_plan(settings, cluster)
         check(settings.job, plan, cluster)
+        if settings.model.family.startswith(HF):
+            check_hugging_face(settings, plan)
         if settings.run.resume and (done := list_checkpoints(Run(Path(settings.run.dir)).checkpoints)[0]):
             require_same_numbers(done[-1], settings.job)
     except ValueError as error:
@@ -86,7 +88,9 @@ def check_objects(settings: Settings, cluster: Cluster) -> None:
             raise ValueError(f"train.objective = {job.train.objective!r}: {error}") from error
     choose_backends(policy.backend, torch.device(cluster.device.type))
     parse_init_method(policy.init_method)
-    if job.model.family not in FAMILIES:
+    if job.model.family.startswith(HF):
+        builder(job.model, None)  # downloads it, if it is on the hub, before ranks start
+    elif job.model.family not in FAMILIES:
         require_arguments(job.model.family, job.model.options, "model.options")
     if source_kind(job.data.source) is SourceKind.USER:
         require_arguments(source_name(job.data.source), job.data.options, "data.options")
@@ -101,6 +105,18 @@ def _own_errors() -> Generator[None, None, None]:
         raise
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}, at {user_frame(error)}") from error
+
+
+def check_hugging_face(settings: Settings, plan: Plan) -> None:
+    """Whether a plan fits a model of transformers, which is known once it is built (without storage).
+
+    Raises:
+        ValueError: naming the axis and the reason.
+    """
+    from shoal.models.huggingface import builder_of
+
+    model = builder_of(settings.model.family, vocab_of(settings), **settings.model.options)()
+    model.check_plan(plan, settings.data.seq_len)
 
 
 def complete_plan(settings: Settings, cluster: Cluster) -> Plan:

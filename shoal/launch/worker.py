@@ -132,7 +132,8 @@ def run_worker(settings: Settings, *, device: str = "auto", target: str = TRAIN,
     if error is None:
         return 0
     report = own_report(Path(settings.run.dir) / "ranks", error, place.size)
-    print(report, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{report}\n")  # in one write, so that reports of several ranks do not mix
+    sys.stderr.flush()
     _tell_torchrun(error, report)
     return 1
 

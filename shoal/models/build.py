@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from shoal.data.text import HF
 from shoal.imports import call_object
 from shoal.job import Model
 from shoal.models.llama import Llama
@@ -21,7 +22,7 @@ def builder(model: Model, vocab: int | None) -> Callable[[], nn.Module]:
         vocab: the tokenizer's vocabulary size, if the data has one.
 
     Raises:
-        ValueError: dimensions that cannot be, or an import path that leads nowhere.
+        ValueError: dimensions that cannot be, or an import path or a Hugging Face name that leads nowhere.
     """
     if model.family == "llama":
         dims = resolve(model, vocab)
@@ -29,4 +30,8 @@ def builder(model: Model, vocab: int | None) -> Callable[[], nn.Module]:
     if model.family == "moe":
         moe_dims = resolve_moe(model, vocab)
         return lambda: Moe(moe_dims)
+    if model.family.startswith(HF):
+        from shoal.models.huggingface import builder_of
+
+        return builder_of(model.family, vocab, **model.options)
     return lambda: call_object(model.family, model.options, "model.options")

@@ -20,6 +20,8 @@ class Attended(NamedTuple):
 
     out: Tensor
     lse: Tensor
+    state: tuple[Tensor, Tensor] | None = None
+    """what the kernel on GPUs wants back in backward (the random state of dropout, which there is none of)"""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Attended:
@@ -30,7 +32,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Attend
         return Attended(*operator(query, key, value, 0.0, causal))
     if query.dtype in HALF_TYPES:
         found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
-        return Attended(found[0], found[1])
+        return Attended(found[0], found[1], (found[6], found[7]))
     return _attend_plainly(query, key, value, causal)
 
 
@@ -45,7 +47,7 @@ def attend_backward(
     wide_key, wide_value = _expanded(query, key), _expanded(query, value)
     if query.device.type == "cpu":
         operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        found = operator(gradient, query, wide_key, wide_value, *whole, 0.0, causal)
+        found = operator(gradient, query, wide_key, wide_value, whole.out, whole.lse, 0.0, causal)
     elif query.dtype in HALF_TYPES:
         found = _flash_backward(gradient, query, wide_key, wide_value, whole, causal)
     else:
@@ -63,13 +65,11 @@ def merge(one: Attended, other: Attended) -> Attended:
 def _flash_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    nothing = torch.empty(0, dtype=torch.int64, device=query.device)
-    state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
     operator = torch.ops.aten._scaled_dot_product_flash_attention_backward
     lengths = (query.shape[2], key.shape[2])
-    return operator(
-        gradient, query, key, value, *whole, nothing, nothing, *lengths, 0.0, causal, state, nothing
-    )
+    batch = (gradient, query, key, value, whole.out, whole.lse)
+    # None: sequences of one length, not packed ones
+    return operator(*batch, None, None, *lengths, 0.0, causal, *(whole.state or ()))
 
 
 def _expanded(query: Tensor, x: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def _leads(x: Tensor, dim: int) -> bool:
 
 def _wait(x: Tensor) -> Tensor:
     """A plain tensor: eager functional collectives return one that waits when it is used, with its own dispatch."""
-    return functional.wait_tensor(x)
+    return functional.wait_tensor(x) if isinstance(x, functional.AsyncCollectiveTensor) else x
 
 
 class _Gather(torch.autograd.Function):

@@ -36,8 +36,18 @@ class Sequence:
         self.balanced = plan.context_by == "ring"
 
     def index(self, length: int, rank: int | None = None) -> Tensor:
-        """Places in the sequence of a rank's tokens, in its order."""
+        """Places in the sequence of a rank's tokens, in its order.
+
+        Raises:
+            ValueError: the sequence cannot be cut evenly.
+        """
         rank = self.group.rank() if rank is None else rank
+        pieces = 2 * self.parts if self.balanced else self.parts
+        if length % pieces:
+            raise ValueError(
+                f"a sequence of {length} tokens cannot be cut into {pieces} pieces for plan.context = {self.parts}; "
+                f"give sequences whose length is a multiple of {pieces}"
+            )
         if not self.balanced:
             return torch.arange(length).chunk(self.parts)[rank]
         chunks = torch.arange(length).chunk(2 * self.parts)
@@ -145,19 +155,20 @@ class RingAttention(torch.autograd.Function):
                     attend(query[:, :, half:], key_, value_, causal=False),
                 )
                 found = Attended(
-                    *(torch.cat((a[:, :, :half], b), 2) for a, b in zip(found, later, strict=True))
+                    torch.cat((found.out[:, :, :half], later.out), 2),
+                    torch.cat((found.lse[:, :, :half], later.lse), 2),
                 )
         out = found.out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, found.lse)
-        ctx.group = group
+        ctx.group, ctx.state = group, first.state
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         group, half, gradient = ctx.group, query.shape[2] // 2, gradients[0].contiguous()
-        rank, whole = group.rank(), Attended(out, lse)
-        later = Attended(out[:, :, half:].contiguous(), lse[:, :, half:].contiguous())
+        rank, whole = group.rank(), Attended(out, lse, ctx.state)
+        later = Attended(out[:, :, half:].contiguous(), lse[:, :, half:].contiguous(), ctx.state)
         dq, dk, dv = (
             x.to(_wide(query)) for x in attend_backward(gradient, query, key, value, whole, causal=True)
         )

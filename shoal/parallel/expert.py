@@ -44,19 +44,8 @@ def apply_expert(model: nn.Module, plan: Plan, mesh: DeviceMesh, layout: Layout)
         The modules whose parameters are now on this mesh.
 
     Raises:
-        ValueError: the layout names no experts, a count that the degree does not divide, or a tensor axis without sequence
-            parallelism, whose ranks all have the same tokens.
+        ValueError: the degree does not divide the experts of a module.
     """
-    if not layout.experts:
-        raise ValueError(
-            f"plan.expert = {plan.expert} shares the experts of a mixture-of-experts model, and the layout of "
-            f"{type(model).__name__} names none; use plan.expert = 1"
-        )
-    if plan.tensor > 1 and layout.sequence_dim is None:
-        raise ValueError(
-            f"plan.expert = {plan.expert} with plan.tensor = {plan.tensor} needs a layout with sequence_dim, so that ranks of "
-            f"the tensor axis have different tokens, and that of {type(model).__name__} has none; use plan.tensor = 1"
-        )
     axis = mesh["expert"]
     found = modules_named(model, layout.experts)
     for path, module in found.items():
@@ -69,6 +58,24 @@ def apply_expert(model: nn.Module, plan: Plan, mesh: DeviceMesh, layout: Layout)
         forward = with_local_parameters(module.forward, list(module.modules()))
         module.forward = _exchanged(forward, axis.get_group())
     return list(found.values())
+
+
+def require_experts(layout: Layout, plan: Plan) -> None:
+    """Refuse a layout that names no experts, or a tensor axis without sequence parallelism, whose ranks have the same tokens.
+
+    Raises:
+        ValueError: naming what is missing and the degree that would work.
+    """
+    if not layout.experts:
+        raise ValueError(
+            f"plan.expert = {plan.expert} shares the experts of a mixture-of-experts model, and the model's layout names none; "
+            "use plan.expert = 1"
+        )
+    if plan.tensor > 1 and layout.sequence_dim is None:
+        raise ValueError(
+            f"plan.expert = {plan.expert} with plan.tensor = {plan.tensor} needs a layout with sequence_dim, so that ranks of "
+            "the tensor axis have different tokens, and the model's has none; use plan.tensor = 1"
+        )
 
 
 def _require_divisible(path: str, parameter: nn.Parameter, plan: Plan) -> None:

@@ -1,8 +1,9 @@
 """Initial weights that depend on (seed, parameter name) and on nothing else: not on ranks, devices or plans.
 
 Two ways in. A model that offers `init_parameter(name, tensor, generator)` is built on the meta device and filled one whole
-parameter at a time, of which each rank keeps its part: no rank ever holds the model. Its modules with buffers of their own offer
-`init_buffers()`, which sets those. Any other model is built for real, on the CPU of every rank, under one seed.
+parameter at a time, of which each rank keeps its part: no rank ever holds the model. If it offers `read_part(name, part, shape)`
+too, what that gives (weights from files) is taken first. A module whose buffers are on the meta device then offers
+`init_buffers()`, which sets them. Any other model is built for real, on the CPU of every rank, under one seed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from shoal.parallel.replicate import core
 from shoal.parallel.shard import reshard
@@ -26,12 +27,10 @@ InitParameter = Callable[[str, Tensor, torch.Generator], None]
 
 
 def initialiser_of(model: nn.Module) -> InitParameter | None:
-    """The model's `init_parameter`, if it can set any of its parameters alone and modules with buffers can set these."""
+    """The model's `init_parameter`, if it can set any of its parameters alone and nothing else waits for values."""
     offered: Any = getattr(model, "init_parameter", None)
-    if not callable(offered):
-        return None
-    with_buffers = [module for module in model.modules() if any(True for _ in module.buffers(recurse=False))]
-    return offered if all(_sets_buffers(module) for module in with_buffers) else None
+    waiting = [module for module in model.modules() if any(b.is_meta for b in module.buffers(recurse=False))]
+    return offered if callable(offered) and all(_sets_buffers(module) for module in waiting) else None
 
 
 def _sets_buffers(module: nn.Module) -> bool:
@@ -85,10 +84,16 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def materialise(model: nn.Module, init_parameter: InitParameter, device: torch.device, seed: int) -> None:
-    """Give a meta model storage on `device` and the initial weights of `seed`, sharded parameters their part."""
+    """Give a meta model storage on `device` and the initial weights of `seed`, sharded parameters their part.
+
+    Buffers that are not on the meta device keep their values.
+    """
     ties = tied_names(model)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
     model.to_empty(device=device)
     _tie(model, ties)  # to_empty gives each use of a tied parameter storage of its own
+    for name, buffer in buffers.items():
+        model.get_buffer(name).copy_(buffer)
     fill(model, init_parameter, seed)
     fill_buffers(model)
 
@@ -119,19 +124,24 @@ def _tie(model: nn.Module, ties: list[list[str]]) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, init_parameter: InitParameter, seed: int) -> None:
-    """Set every parameter from whole tensors, made a few at a time on the CPU (one thread each)."""
+    """Set every parameter, a few at a time on the CPU (one thread each): to what the model reads, or from whole tensors."""
     named = list(model.named_parameters())
+    read_part: Any = getattr(model, "read_part", None)
 
-    def whole(item: tuple[str, nn.Parameter]) -> Tensor:
+    def part(item: tuple[str, nn.Parameter]) -> Tensor:
         name, parameter = item
+        where = part_slices(parameter)
+        read = read_part(name, where, parameter.shape) if read_part else None
+        if read is not None:
+            return read.to(parameter.dtype)
         # drawn in fp32 whatever the master type, so that fp32 and fp64 runs start from the same values
         tensor = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
         init_parameter(name, tensor, torch.Generator().manual_seed(seed_of(seed, name)))
-        return tensor.to(parameter.dtype)
+        return tensor[where].to(parameter.dtype)
 
     with ThreadPoolExecutor(max_workers=max(1, torch.get_num_threads())) as pool:
-        for (_, parameter), tensor in zip(named, _ahead(pool, whole, named), strict=True):
-            copy_whole(parameter, tensor)
+        for (_, parameter), tensor in zip(named, _ahead(pool, part, named), strict=True):
+            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).copy_(tensor)
 
 
 def _ahead(pool: ThreadPoolExecutor, make: Callable[..., Tensor], items: list) -> Iterator[Tensor]:
@@ -144,28 +154,36 @@ def _ahead(pool: ThreadPoolExecutor, make: Callable[..., Tensor], items: list) -
             waiting.append(pool.submit(make, items[index + width]))
 
 
-@torch.no_grad()
-def copy_whole(parameter: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor, equal on all ranks, into a plain or sharded one; nothing is sent."""
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(whole)
-        return
-    parameter.to_local().copy_(part_of(whole, parameter))
-
-
-def part_of(whole: Tensor, parameter: DTensor) -> Tensor:
-    """This rank's part of a whole tensor.
+def part_slices(parameter: Tensor) -> tuple[slice, ...]:
+    """Where this rank's part of a parameter lies in the whole, dim by dim.
 
     From the last mesh axis to the first: the tensor axis has cut a parameter before `fully_shard` cuts what is left.
     """
-    mesh = parameter.device_mesh
-    for axis in reversed(range(mesh.ndim)):
-        placement: Any = parameter.placements[axis]
-        if not placement.is_replicate():
-            parts = whole.chunk(mesh.size(axis), dim=placement.dim)
-            rank = mesh.get_local_rank(axis)
-            whole = parts[rank] if rank < len(parts) else whole.narrow(placement.dim, 0, 0)
-    return whole
+    first, last = [0] * parameter.dim(), list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for axis in reversed(range(mesh.ndim)):
+            placement: Any = parameter.placements[axis]
+            if not placement.is_replicate():
+                dim, rank = placement.dim, mesh.get_local_rank(axis)
+                size = -(
+                    -(last[dim] - first[dim]) // mesh.size(axis)
+                )  # as torch.chunk cuts: the last parts may be empty
+                first[dim] = min(first[dim] + rank * size, last[dim])
+                last[dim] = min(first[dim] + size, last[dim])
+    return tuple(slice(*ends) for ends in zip(first, last, strict=True))
+
+
+@torch.no_grad()
+def whole_tensor(x: Tensor) -> Tensor:
+    """The whole of a plain or sharded tensor, on every rank. Collective: axis by axis, the last to be cut first."""
+    if not isinstance(x, DTensor):
+        return x
+    placements: list[Any] = list(x.placements)
+    for axis in range(len(placements)):
+        placements[axis] = Replicate()
+        x = x.redistribute(placements=placements)
+    return x.to_local()
 
 
 @torch.no_grad()
@@ -174,8 +192,7 @@ def weights_hash(model: nn.Module) -> str:
     digests: dict[str, str] = {}
     reshard(model)
     for name, parameter in core(model).named_parameters():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        content = whole.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        content = whole_tensor(parameter).detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
         digests[name] = hashlib.sha256(content).hexdigest()
     if dist.is_initialized():  # ranks of a pipeline have different ones
         everyone: list[Any] = [None] * dist.get_world_size()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 
 from torch import nn
 
 from shoal.layout import Layout
+from shoal.plan import Plan
 
 
-def layout_of(model: nn.Module) -> Layout | None:
-    """The layout that a model offers, if it does."""
+def layout_of(model: nn.Module, plan: Plan) -> Layout | None:
+    """The layout that a model offers for a plan, if it does."""
     offered: Any = getattr(model, "layout", None)
-    found = offered() if callable(offered) else offered
+    found = offered
+    if callable(offered):
+        found = offered(plan) if inspect.signature(offered).parameters else offered()
     if found is not None and not isinstance(found, Layout):
         raise TypeError(
             f"{type(model).__name__}.layout gives {type(found).__name__}; expected a shoal.Layout"

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
+from shoal.layout import Layout
 from shoal.parallel.context import apply_context, cut_batch
-from shoal.parallel.expert import apply_expert
+from shoal.parallel.expert import apply_expert, require_experts
 from shoal.parallel.layout import layout_of
 from shoal.parallel.pipeline import Pipeline, apply_pipeline
 from shoal.parallel.replicate import core
-from shoal.parallel.tensor import apply_tensor
+from shoal.parallel.tensor import apply_tensor, require_divisible
 from shoal.plan import Plan
 from shoal.world import World
 
@@ -53,6 +54,30 @@ def spread_of(model: nn.Module) -> Spread:
     return core(model).__dict__.get("_shoal_spread", Spread())
 
 
+def require_layout(model: nn.Module, plan: Plan) -> Layout:
+    """The layout of a model that a plan cuts over tensor, context, pipeline or expert.
+
+    Raises:
+        ValueError: it has none, or refuses an axis of the plan, or the tensor degree does not divide what it must, or
+            there are no experts to share.
+    """
+    layout = layout_of(model, plan)
+    if layout is None:
+        axis = next(axis for axis in ("tensor", "context", "pipeline", "expert") if getattr(plan, axis) > 1)
+        raise ValueError(
+            f"plan.{axis} = {getattr(plan, axis)}, but {type(model).__name__} has no layout that says how it can be cut; give "
+            "it one (shoal.Layout, docs/models.md), or spread it over replicate and shard"
+        )
+    for axis, why in layout.refused.items():
+        if getattr(plan, axis) > 1:
+            raise ValueError(f"plan.{axis} = {getattr(plan, axis)}: {why}")
+    if plan.tensor > 1:
+        require_divisible(layout, plan)
+    if plan.expert > 1:
+        require_experts(layout, plan)
+    return layout
+
+
 def apply_axes(model: nn.Module, plan: Plan, world: World) -> Spread:
     """All axes but replicate and shard: they need the model's layout."""
     if plan.only_copies:
@@ -61,13 +86,7 @@ def apply_axes(model: nn.Module, plan: Plan, world: World) -> Spread:
     data_groups = tuple(mesh.get_group(axis) for axis in ("replicate", "shard"))
     if plan.tensor * plan.context * plan.pipeline * plan.expert == 1:
         return Spread(data_groups=data_groups, token_groups=data_groups)
-    layout = layout_of(model)
-    if layout is None:
-        axis = next(axis for axis in ("tensor", "context", "pipeline", "expert") if getattr(plan, axis) > 1)
-        raise ValueError(
-            f"plan.{axis} = {getattr(plan, axis)}, but {type(model).__name__} has no layout that says how it can be cut; give "
-            "it one (shoal.Layout, docs/models.md), or spread it over replicate and shard"
-        )
+    layout = require_layout(model, plan)
     place, cut_inputs = plan.coordinates(world.rank), Spread().cut_inputs
     if plan.context > 1:
         sequence = apply_context(model, plan, world.mesh(plan).get_group("context"), layout)

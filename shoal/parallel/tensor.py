@@ -13,6 +13,7 @@ Sources: Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -39,11 +40,11 @@ def apply_tensor(model: nn.Module, plan: Plan, mesh: DeviceMesh, layout: Layout)
     """Cut a model over the tensor axis, in place; its forward then returns logits as a `DTensor` cut by vocabulary.
 
     Raises:
-        ValueError: the layout names modules that are not there or are of another kind, or dims that the degree does not divide.
+        ValueError: the layout names modules that are not there or are of another kind, or dims that the degree does not divide
+            (those it counts are checked by `require_divisible` before).
     """
     axis = mesh["tensor"]
     group = axis.get_group()
-    require_divisible(layout, plan)
     cut = _Cut(model, layout, axis)
     for path, module in modules_named(model, layout.column).items():
         cut.column(path, _linear(path, module))
@@ -215,12 +216,14 @@ def _linear(path: str, module: nn.Module) -> nn.Linear:
 def _entered(
     forward: Callable[..., Any], sequence_dim: int | None, group: dist.ProcessGroup
 ) -> Callable[..., Any]:
-    """A region's forward, whose first argument becomes whole on every rank."""
+    """A region's forward, whose first argument becomes whole on every rank, whether it is given by place or by name."""
+    name = next(iter(inspect.signature(forward).parameters))
 
     @wraps(forward)
-    def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else kwargs.pop(name)
         whole = sum_gradient(x, group) if sequence_dim is None else gather(x, sequence_dim, group)
-        return forward(whole, *args, **kwargs)
+        return forward(whole, *args[1:], **kwargs)
 
     return run
 
@@ -245,11 +248,13 @@ def _embedding_forward(
 ) -> Callable[[Tensor], Tensor]:
     rows = embedding.num_embeddings // group.size()
     first = group.rank() * rows
+    padding = None if embedding.padding_idx is None else embedding.padding_idx - first
+    padding = padding if padding is not None and 0 <= padding < rows else None  # a row without gradient
 
     def forward(input: Tensor) -> Tensor:
         local = input - first
         absent = (local < 0) | (local >= rows)
-        found = F.embedding(local.masked_fill(absent, 0), embedding.weight)
+        found = F.embedding(local.masked_fill(absent, 0), embedding.weight, padding)
         return _left(found.masked_fill(absent[..., None], 0.0), sequence_dim, group)
 
     return forward

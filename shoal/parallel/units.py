@@ -44,7 +44,10 @@ def _repeated(container: nn.Module) -> list[tuple[str, nn.Module]]:
     if not isinstance(container, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         return []
     children = [
-        (name, child) for name, child in container.named_children() if any(True for _ in child.parameters())
+        (name, child)
+        for name, child in container.named_children()
+        if any(True for _ in child.parameters())
+        and not isinstance(child, nn.ModuleList | nn.ModuleDict)  # never called
     ]
     kinds = [type(child) for _, child in children]
     most = max(kinds, key=kinds.count, default=None)

@@ -17,6 +17,7 @@ from shoal.observe.status import RankStatus
 from shoal.parallel.apply import synchronise_buffers
 from shoal.run import Run
 from shoal.train.evaluate import Evaluation, evaluate
+from shoal.train.pauses import Pauses
 from shoal.train.resume import require_same_numbers
 from shoal.train.setup import Training, set_up
 from shoal.train.step import StepResult
@@ -49,7 +50,8 @@ def train(settings: Settings, world: World, status: RankStatus, stop: StopFlag) 
         return
     with training.progress:
         introduce(training, done)
-        done, stopped = train_steps(training, done, stop)
+        with Pauses() as pauses:
+            done, stopped = train_steps(training, done, stop, pauses)
         if not stopped:
             _evaluate(training, done)
         if stopped or settings.checkpoint.last:
@@ -61,7 +63,7 @@ def train(settings: Settings, world: World, status: RankStatus, stop: StopFlag) 
     status.finish(done)
 
 
-def train_steps(training: Training, done: int, stop: StopFlag) -> tuple[int, bool]:
+def train_steps(training: Training, done: int, stop: StopFlag, pauses: Pauses) -> tuple[int, bool]:
     """Take steps from `done` on; returns how many are done and whether a rank asked to stop.
 
     On a GPU, numbers of a step are read while the next one runs, so that the device is never waited for.
@@ -74,6 +76,7 @@ def train_steps(training: Training, done: int, stop: StopFlag) -> tuple[int, boo
     for batch in _batches(training, done, steps):
         unread.append(training.step(batch, stop=stop.requested))
         done = batch.step + 1
+        pauses.after_step(done)
         due_eval, due_save = (_is_due(every, done, steps) for every in _periods(training.settings))
         stopped = _report(training, unread, clock, leave=int(asynchronous and not due_eval and not due_save))
         if stopped:

@@ -63,6 +63,15 @@ class LocalOptimizer:
                 parameter.grad = None
         return {name: part.grad for name, part in self._locals.items() if part.grad is not None}
 
+    @torch.no_grad()
+    def gradients(self) -> dict[str, Tensor]:
+        """What `take_gradients` took, shaped and sharded like the parameters."""
+        return {
+            name: _like(part.grad, self.parameters[name])
+            for name, part in self._locals.items()
+            if part.grad is not None
+        }
+
     def step(self, lr: float, divide_by: Tensor, skip: Tensor) -> None:
         """Update with gradients divided by `divide_by`, or do nothing where `skip` is 1; no wait for the device.
 

@@ -9,8 +9,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from shoal.checkpoint.folder import list_checkpoints
+from shoal.checkpoint.folder import Checkpoint, list_checkpoints
 from shoal.checkpoint.store import load, model_state
+from shoal.config import Settings
 from shoal.config import load as load_settings
 from shoal.data.batches import open_dataset
 from shoal.data.format import read_index
@@ -37,25 +38,34 @@ def open_run(path: Path) -> Trained:
     Raises:
         ValueError: no such run, no checkpoint in it, or its data is not text.
     """
-    run = Run(path)
-    if not run.job_file.exists():
-        raise ValueError(f"{str(path)!r} is no run directory: there is no {run.job_file.name} in it")
-    settings = load_settings(run.job_file)
-    checkpoints, _ = list_checkpoints(run.checkpoints)
-    if not checkpoints:
-        raise ValueError(
-            f"{str(path)!r} has no complete checkpoint yet (checkpoint.every sets when one is written)"
-        )
+    settings, checkpoint = last_checkpoint(path)
     folder = Path(settings.run.data) if settings.run.data else None
     datasets = open_dataset(settings.data, settings.train.seed, folder)
     if datasets.tokenizer is None:
         raise ValueError(f"{str(path)!r} was not trained on text, so there is nothing to write")
     with join_world(rank=0, size=1) as here:
         model = parallelize(builder(settings.model, datasets.vocab), Plan(compile=False), here)
-        load(checkpoints[-1], model_state(model), here)
+        load(checkpoint, model_state(model), here)
     end_of_text = read_index(datasets.tokenizer.parent).end_of_text
     tokenizer = Tokenizer.from_file(str(datasets.tokenizer))
-    return Trained(model, tokenizer, end_of_text, checkpoints[-1].step, settings.data.seq_len)
+    return Trained(model, tokenizer, end_of_text, checkpoint.step, settings.data.seq_len)
+
+
+def last_checkpoint(path: Path) -> tuple[Settings, Checkpoint]:
+    """The settings of a run, and its newest complete checkpoint.
+
+    Raises:
+        ValueError: no such run, or no checkpoint in it.
+    """
+    run = Run(path)
+    if not run.job_file.exists():
+        raise ValueError(f"{str(path)!r} is no run directory: there is no {run.job_file.name} in it")
+    checkpoints, _ = list_checkpoints(run.checkpoints)
+    if not checkpoints:
+        raise ValueError(
+            f"{str(path)!r} has no complete checkpoint yet (checkpoint.every sets when one is written)"
+        )
+    return load_settings(run.job_file), checkpoints[-1]
 
 
 @torch.no_grad()

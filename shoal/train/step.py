@@ -112,6 +112,7 @@ class Step:
         total_steps: the length of the schedule; not needed for a constant one.
         usual_weight: about the weight of a global batch (its tokens); keeps sums in range, changes no number.
         scale: fp16's initial loss scale and the number of finite steps until it doubles.
+        on_gradients: told every gradient, as a whole or a `DTensor`, and the number that it is to be divided by.
         on_phase: told ("forward", step), ("reduce", step) and ("update", step) as they begin.
 
     Raises:
@@ -137,6 +138,7 @@ class Step:
         seed: int = 0,
         scale: tuple[float, int] = (65536.0, 2000),
         on_phase: Callable[[str, int], None] = lambda phase, step: None,
+        on_gradients: Callable[[dict[str, Tensor], Tensor], None] | None = None,
     ) -> None:
         if total_steps is None and optimizer.schedule != "constant":
             raise ValueError(
@@ -148,6 +150,7 @@ class Step:
         self._balance = Balance(model, self._spread.token_groups)
         self._total_steps, self._seed, self._on_phase = total_steps or 1, seed, on_phase
         self._sum_type = types_of(precision).master
+        self._on_gradients = on_gradients
         self._loss_scale = LossScale(*scale, device=world.device) if precision == "fp16" else None
         # exact in binary, so that it costs no rounding
         self._factor = 2.0 ** -round(math.log2(max(usual_weight, 1.0)))
@@ -260,6 +263,8 @@ class Step:
         loss, weight, squares, stopping = sums.unbind()
         scale = self._loss_scale.value if self._loss_scale is not None else 1.0
         divisor = (weight * (self._factor * scale / self._averaged)).clamp(min=torch.finfo(weight.dtype).tiny)
+        if self._on_gradients is not None:
+            self._on_gradients(self.optimizer.gradients(), divisor)
         norm = squares.sqrt() / divisor
         skip = ~(norm.isfinite() & (weight > 0))
         self.optimizer.step(lr, divisor / self._clip(norm), skip)

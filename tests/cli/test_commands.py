@@ -18,6 +18,8 @@ from shoal.cli import app
 from shoal.config import json_schema, load
 from shoal.launch.local import Outcome
 from shoal.observe.doctor import Finding
+from shoal.verify.compare import Comparison, Difference
+from shoal.verify.run import Verdict
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "examples" / "quickstart.toml"
@@ -186,6 +188,28 @@ def test_how_a_run_ended_decides_the_exit_code(
     monkeypatch.setattr("shoal.launch.local.launch", lambda *_, **__: Outcome(state, 1))  # pyrefly: ignore
     result = shoal("train", str(JOB), *TINY, f"run.dir={tmp_path / 'r'}")
     assert result.exit_code == code
+
+
+def test_verify_says_of_each_plan_whether_it_is_the_same() -> None:
+    result = shoal("verify", str(JOB), "plan.tensor=2", "--steps", "2")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"^same .*gradients \de-0\d.* tensor 2", result.output, re.MULTILINE)
+    assert "1 of 1 plans compute what one device does" in result.output
+
+
+def test_verify_in_json_names_the_errors(tmp_path: Path) -> None:
+    done = shoal_process("verify", str(JOB), "plan.shard=2", "--json", "--steps", "2", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)
+    assert found["same"] and found["plan"]["shard"] == 2 and 0 < found["errors"]["gradient"] < 1e-4
+
+
+def test_verify_of_a_difference_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison = Comparison(0.0, 0.0, 0.5, "head.weight", 0.0, Difference("loss", 1, 0.5, 1e-6))
+    monkeypatch.setattr(
+        "shoal.verify.run.verify", lambda settings, plans, told, **_: [Verdict(plans[0], comparison)]
+    )
+    assert shoal("verify", str(JOB), "plan.shard=2").exit_code == 1
 
 
 def test_prepare_makes_a_folder_that_a_job_can_name(tmp_path: Path) -> None:

@@ -27,6 +27,9 @@ def loop(settings: Settings, world: World, status: RankStatus, stop: StopFlag) -
             if fault and world.rank == 1 and step == 3 and phase == settings.model.options["phase"]:
                 if fault == "return":
                     return
+                if fault == "linger":  # as on GPUs, where others wait inside a collective
+                    world.close = lambda wait=True: read_forever()
+                    raise_error()
                 FAULTS[fault]()
             asked = torch.tensor([float(stop.requested)])
             dist.all_reduce(asked)

@@ -85,6 +85,13 @@ def test_the_first_line_names_rank_1_and_the_cause(
     assert ranks_are_gone(tmp_path)
 
 
+def test_a_rank_that_failed_and_cannot_leave_ends_the_run_soon(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    outcome = launch(settings(tmp_path, 60.0, fault="linger", phase="step"), 2, device="cpu", target=LOOP)
+    assert outcome.report.startswith(CAUSES["raise"].format("step"))
+    assert time.monotonic() - begin < 30
+
+
 def test_a_stuck_rank_is_shown_with_its_stack_and_warned_of_first(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,5 +225,5 @@ def test_torchrun_ranks_say_who_failed_and_whose_victims_they_are(tmp_path: Path
     )
     assert done.returncode == 1
     own = CAUSES["raise"].format("step")
-    assert f"\n{own}" in f"\n{done.stderr}"
+    assert f"\n{own}" in f"\n{done.stderr}", done.stderr
     assert f"rank 0 was stopped, in step 3, phase step, because {own}" in done.stderr

@@ -96,6 +96,22 @@ class TwoNames(nn.Module):
         return x
 
 
+class Dicts(nn.Module):
+    """Its blocks are containers, which are never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)}) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            assert isinstance(layer, nn.ModuleDict)
+            x = torch.tanh(layer["two"](layer["one"](x)))
+        return x
+
+
 class Image(nn.Module):
     """A convolution whose weights lie channels last."""
 
@@ -132,7 +148,7 @@ def train(
 
 
 @pytest.mark.parametrize("plan", SPREAD, ids=IDS)
-@pytest.mark.parametrize("build", [Rotating, Drawn, Rates, Branches, TwoNames, Image])
+@pytest.mark.parametrize("build", [Rotating, Drawn, Rates, Branches, TwoNames, Dicts, Image])
 def test_it_trains_as_on_one_device(build: Callable[[], nn.Module], plan: Plan) -> None:
     first, losses, weights = run_ranks(1, train, build, Plan())[0]
     for seen in run_ranks(2, train, build, plan):

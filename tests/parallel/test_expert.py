@@ -18,6 +18,7 @@ from shoal.models.moe import Moe, Router
 from shoal.models.moe_presets import MoeDims
 from shoal.parallel.apply import parallelize
 from shoal.parallel.collectives import exchange_rows
+from shoal.parallel.initialise import whole_tensor
 from shoal.plan import Plan
 from shoal.world import World
 from tests.ranks import run_ranks
@@ -183,10 +184,7 @@ def saved_and_loaded(world: World, plan: Plan, folder: Path) -> dict[str, Tensor
         found, _ = newest(folder, world)
         assert found is not None
         load(found, state, world)
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-        for name, value in state.items()
-    }
+    return {name: whole_tensor(value).clone() for name, value in state.items()}
 
 
 @pytest.mark.parametrize(
@@ -246,7 +244,7 @@ class WithoutSequence(Moe):
 @pytest.mark.parametrize(
     ("model", "plan", "words"),
     [
-        (Dense, plan_of(shard=2, expert=2), ["the layout of Dense names none", "plan.expert = 1"]),
+        (Dense, plan_of(shard=2, expert=2), ["layout names none", "plan.expert = 1"]),
         (Odd, plan_of(shard=2, expert=2), ["the 3 experts", "these do: [1, 3]"]),
         (WithoutSequence, plan_of(tensor=2, expert=2), ["sequence_dim", "use plan.tensor = 1"]),
     ],

@@ -8,14 +8,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shoal.data.cut import MicroBatch, StepBatch
 from shoal.job import Optimizer, Precision
 from shoal.models.llama import Llama
 from shoal.models.presets import LlamaDims
 from shoal.parallel.apply import parallelize
-from shoal.parallel.initialise import seed_of, weights_hash
+from shoal.parallel.initialise import seed_of, weights_hash, whole_tensor
 from shoal.parallel.replicate import core
 from shoal.plan import Plan
 from shoal.train.objective import NextToken
@@ -100,10 +99,7 @@ def run_plan(
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in core(model).named_parameters()
-    }
+    return {name: whole_tensor(p.detach()).clone() for name, p in core(model).named_parameters()}
 
 
 def run_by_hand(

@@ -1,0 +1,194 @@
+"""Speed and memory of an 8B Llama under every axis of parallelism, on this machine's GPUs.
+
+    python benchmarks/axes.py --out DIR [--only NAME,...] [--size 8b|tiny] [--steps 6] [--total-s 570]
+
+Each row is a launch of its own; DIR/axes.json and DIR/axes.md are written anew after each. `--size
+tiny` tries the rows on CPU ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from shoal.config import apply_overrides, parse
+from shoal.launch.local import launch
+from shoal.run import write_whole
+
+TARGET = "benchmarks.axes_rank:measure"
+
+
+class Row(NamedTuple):
+    """A plan, and what it trains."""
+
+    name: str
+    words: tuple[str, ...]
+
+
+ROWS = (
+    Row("shard 4", ("plan.shard=4", "plan.zero=3")),
+    Row("tensor 4", ("plan.tensor=4", "plan.micro_batch=1")),
+    Row("tensor 2 x shard 2", ("plan.tensor=2", "plan.shard=2", "plan.zero=2", "plan.micro_batch=1")),
+    Row("pipeline 4, 1f1b", ("plan.pipeline=4", "plan.micro_batch=1", "train.global_batch=16")),
+    Row(
+        "pipeline 4, interleaved",
+        (
+            "plan.pipeline=4",
+            "plan.schedule=interleaved_1f1b",
+            "plan.micro_batch=1",
+            "train.global_batch=16",
+            "plan.recompute=full",
+        ),
+    ),
+    Row(
+        "pipeline 4, zero bubble",
+        (
+            "plan.pipeline=4",
+            "plan.schedule=zbv",
+            "plan.micro_batch=1",
+            "train.global_batch=16",
+            "plan.compile=false",
+        ),
+    ),
+    Row(
+        "pipeline 2 x shard 2",
+        (
+            "plan.pipeline=2",
+            "plan.shard=2",
+            "plan.micro_batch=1",
+            "train.global_batch=32",
+            "plan.recompute=full",
+        ),
+    ),
+    Row(
+        "context 4, 32k",
+        (
+            "plan.context=4",
+            "plan.zero=3",
+            "data.seq_len=32768",
+            "train.global_batch=1",
+            "plan.recompute=full",
+        ),
+    ),
+    Row(
+        "context 4, 64k",
+        (
+            "plan.context=4",
+            "plan.zero=3",
+            "data.seq_len=65536",
+            "train.global_batch=1",
+            "plan.recompute=full",
+        ),
+    ),
+    Row(
+        "context 4 all-to-all, 32k",
+        (
+            "plan.context=4",
+            "plan.context_by=all_to_all",
+            "plan.zero=3",
+            "data.seq_len=32768",
+            "train.global_batch=1",
+            "plan.recompute=full",
+        ),
+    ),
+)
+SIZES: dict[str, dict[str, Any]] = {
+    "8b": {
+        "model": {"preset": "8b"},
+        "data": {"source": "synthetic", "vocab": 128256, "seq_len": 8192},
+        "train": {"precision": "bf16", "global_batch": 4},
+    },
+    "tiny": {
+        "model": {"dim": 64, "layers": 8, "heads": 8, "kv_heads": 4, "ffn": 96, "vocab": 512, "tied": False},
+        "data": {"source": "synthetic", "vocab": 512, "seq_len": 64},
+        "train": {"precision": "bf16", "global_batch": 4},
+        "plan": {"compile": False},
+    },
+}
+
+
+def main() -> int:
+    """Run the rows; 1 if any has no figures."""
+    options = _options()
+    options.out.mkdir(parents=True, exist_ok=True)
+    named = options.only.split(";") if options.only else [row.name for row in ROWS]
+    asked = [row for name in named for row in ROWS if row.name == name]
+    records: list[dict[str, Any]] = []
+    until = time.monotonic() + options.total_s
+    about = facts_of_machine()
+    for row in asked:
+        if time.monotonic() > until:
+            records.append({"name": row.name, "problem": "no time was left"})
+        else:
+            records.append(run(row, options, until - time.monotonic()))
+        write_whole(options.out / "axes.json", json.dumps({"machine": about, "rows": records}, indent=1))
+        write_whole(options.out / "axes.md", table(records))
+        print(json.dumps(records[-1]), flush=True)
+    print(table(records))
+    return int(any("step_s" not in record for record in records))
+
+
+def facts_of_machine() -> dict[str, Any]:
+    """Devices and versions, asked by a process of its own, so that this one holds no memory on a GPU."""
+    asked = subprocess.run(
+        [sys.executable, "-m", "benchmarks.machine"], capture_output=True, text=True, check=False
+    )
+    return json.loads(asked.stdout) if asked.returncode == 0 else {}
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default="", help="names of rows, separated by ;")
+    parser.add_argument("--size", choices=SIZES, default="8b")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--total-s", type=float, default=3600.0)
+    return parser.parse_args()
+
+
+def run(row: Row, options: argparse.Namespace, limit_s: float) -> dict[str, Any]:
+    """One launch."""
+    words = [word for word in row.words if options.size == "8b" or not word.startswith("data.")]
+    with tempfile.TemporaryDirectory() as folder:
+        more = [
+            f"run.dir={folder}",
+            f"train.steps={options.steps}",
+            f"run.deadline_s={max(30.0, limit_s):.0f}",
+        ]
+        settings = parse(apply_overrides(SIZES[options.size], [*words, *more]), where=row.name)
+        outcome = launch(settings, options.ranks, target=TARGET, quiet=True)
+        result = Path(folder) / "result.json"
+        record = {"name": row.name, "plan": " ".join(words)}
+        if not result.exists():
+            return record | {"problem": outcome.report[:2000]}
+        return record | json.loads(result.read_text())
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """The rows as Markdown."""
+    lines = [
+        "| plan | tokens/s/GPU | MFU % | allocated GiB | reserved GiB | step s |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for record in records:
+        if "step_s" not in record:
+            lines.append(f"| {record['name']} | {record['problem'].splitlines()[0][:90]} | | | | |")
+            continue
+        mfu = "" if record["mfu"] is None else f"{100 * record['mfu']:.1f}"
+        rate = f"{record['tokens_per_s_per_rank']:,.0f}"
+        figures = (rate, mfu, record["allocated_gib"], record["reserved_gib"], record["step_s"])
+        lines.append(f"| {record['name']} | " + " | ".join(map(str, figures)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

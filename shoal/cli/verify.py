@@ -1,0 +1,79 @@
+"""`shoal verify`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shoal.verify.run import Verdict
+
+
+def verify(
+    job: str = typer.Argument(help="A job file, or a run directory."),
+    overrides: list[str] = typer.Argument(None, help="key=value words, such as plan.tensor=2 plan.shard=2"),
+    every: int = typer.Option(
+        0, "--all", min=0, help="Every plan of so many ranks, in place of the job's own."
+    ),
+    steps: int = typer.Option(4, min=1, help="Steps that are compared."),
+    as_json: bool = typer.Option(False, "--json", help="Print as JSON, for machines."),
+) -> None:
+    """Prove that a plan computes what one device does, on a small copy of the job.
+
+    Example: shoal verify examples/quickstart.toml plan.tensor=2 plan.shard=2
+    """
+    from rich.console import Console
+
+    from shoal.cli.show import fail, stdout_on_stderr
+    from shoal.config import load
+    from shoal.launch.ready import complete_plan, which_cluster
+    from shoal.models.presets import resolve
+    from shoal.verify.run import every_plan, verify
+
+    settings = load(job, overrides or [])
+    console = Console(highlight=False, soft_wrap=True, stderr=as_json)
+    try:
+        if every:
+            tied = settings.model.family == "llama" and resolve(settings.model, settings.data.vocab).tied
+            plans = list(every_plan(every, tied=tied))
+        else:
+            plan = settings.plan
+            plans = [plan if plan and plan.says_degrees else complete_plan(settings, which_cluster(settings))]
+        with stdout_on_stderr(active=as_json):
+            verdicts = verify(settings, plans, lambda verdict: _tell(console, verdict), steps=steps)
+    except ValueError as error:
+        raise fail(str(error)) from error
+    different = [verdict for verdict in verdicts if not verdict.same]
+    if as_json:
+        typer.echo(json.dumps([_as_json(verdict) for verdict in verdicts]))
+    else:
+        console.print(
+            f"{len(verdicts) - len(different)} of {len(verdicts)} plans compute what one device does"
+        )
+    raise typer.Exit(1 if different else 0)
+
+
+def _tell(console: Console, verdict: Verdict) -> None:
+    found = verdict.comparison
+    name = verdict.plan.describe()
+    if found is None:
+        console.print(f"FAILED     {name}\n{verdict.problem}", markup=False)
+        return
+    errors = f"loss {found.loss:.0e}  norm {found.norm:.0e}  gradients {found.gradient:.0e}  weights {found.weights:.0e}"
+    console.print(f"{'same' if found.same else 'DIFFERENT':<10} {errors}  {name}", markup=False)
+    if found.first is not None:
+        console.print(f"           first: {found.first.describe()}", markup=False)
+
+
+def _as_json(verdict: Verdict) -> dict[str, object]:
+    found = verdict.comparison
+    table: dict[str, object] = {"plan": verdict.plan.model_dump(), "same": verdict.same}
+    if found is None:
+        return table | {"problem": verdict.problem}
+    errors = {"loss": found.loss, "norm": found.norm, "gradient": found.gradient, "weights": found.weights}
+    first = found.first.describe() if found.first else None
+    return table | {"errors": errors, "worst_gradient": found.worst, "first_difference": first}

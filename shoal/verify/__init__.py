@@ -1,0 +1,1 @@
+"""`shoal verify`: a job, made small, under a plan and on one device, compared number by number."""

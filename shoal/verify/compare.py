@@ -1,0 +1,134 @@
+"""Are two runs the same up to rounding? The yardstick is how far one device itself is from the exact numbers.
+
+The job is run three times from the same weights and data: on one device in fp64 (taken as exact), on one device in the job's
+precision, and under the plan. A number of the plan may be `SLACK` times as far from the exact one as one device's is and as
+reordering its sums explains: a sum of n terms in another order is off by about sqrt(n) roundings (Higham and Mary 2019, SIAM J.
+Sci. Comput. 41), and each of p partial results that is rounded before it is added makes sqrt(p) more in the compute type.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.config import Settings
+from shoal.job import Precision
+from shoal.parallel.precision import types_of
+from shoal.plan import Plan
+from shoal.verify.record import Record
+
+SLACK = 8.0
+"""Errors of two roundings of one computation differ by chance; over 1,000 comparisons their ratio stayed below 4."""
+
+
+AMPLIFIED = 100.0
+"""In fp64 one device is the exact run itself, and cannot show how much a step of AdamW amplifies rounding."""
+
+
+class Difference(NamedTuple):
+    """A number that is further off than rounding explains."""
+
+    what: str
+    step: int | None
+    error: float
+    tolerance: float
+
+    def describe(self) -> str:
+        """`step 1: gradient of 'norm.weight' is off by 5.0e-01 (relative), tolerance 3.1e-06`."""
+        when = f"step {self.step}: " if self.step is not None else ""
+        return f"{when}{self.what} is off by {self.error:.1e} (relative), tolerance {self.tolerance:.1e}"
+
+
+class Comparison(NamedTuple):
+    """What came of a comparison: relative errors against the exact run, and the first difference, if any."""
+
+    loss: float
+    norm: float
+    gradient: float
+    worst: str
+    """the parameter whose gradient was furthest off"""
+    weights: float
+    first: Difference | None
+
+    @property
+    def same(self) -> bool:
+        return self.first is None
+
+
+def rounding(settings: Settings, plan: Plan) -> float:
+    """How far reordering the plan's sums may put a number, relative to it."""
+    unit, wide = (_unit(kind) for kind in _kinds(settings.train.precision))
+    job = settings.job
+    terms = job.train.global_batch * max(1, job.data.seq_len)
+    layers = settings.model.layers or 1
+    parts = plan.tensor * plan.context * 4 * layers
+    found = unit * math.sqrt(parts) + wide * math.sqrt(terms)
+    return found * AMPLIFIED if settings.train.precision == "fp64" else found
+
+
+def compare(exact: Record, one: Record, plan: Record, allowed: float) -> Comparison:
+    """Compare a plan's record with one device's, measured by the exact one.
+
+    Args:
+        allowed: relative error that reordered sums explain, from `rounding`.
+    """
+    if plan.initial != one.initial:
+        first = Difference("hash of the initial weights", None, math.inf, 0.0)
+        return Comparison(math.inf, math.inf, math.inf, "", math.inf, first)
+    found: list[Difference] = []
+    worst = (0.0, "")
+    for step in range(len(exact.losses)):
+        scale = exact.norms[step] * 1e-3
+        for name, truth in exact.gradients[step].items():
+            error = _error(plan.gradients[step].get(name), truth, scale)
+            own = _error(one.gradients[step].get(name), truth, scale)
+            worst = max(worst, (error, name))
+            found += _judge(f"gradient of {name!r}", step + 1, error, own, allowed)
+        for what, truth, ours, theirs in (
+            ("gradient norm", exact.norms[step], one.norms[step], plan.norms[step]),
+            ("loss", exact.losses[step], one.losses[step], plan.losses[step]),
+        ):
+            found += _judge(what, step + 1, _off(theirs, truth), _off(ours, truth), allowed)
+    weights = 0.0
+    for name, truth in exact.weights.items():
+        error, own = (_error(run.weights.get(name), truth, 0.0) for run in (plan, one))
+        weights = max(weights, error)
+        found += _judge(f"weight {name!r}", len(exact.losses), error, own, allowed)
+    return Comparison(
+        max(map(_off, plan.losses, exact.losses)),
+        max(map(_off, plan.norms, exact.norms)),
+        *worst,
+        weights,
+        found[0] if found else None,
+    )
+
+
+def _judge(what: str, step: int, error: float, own: float, allowed: float) -> list[Difference]:
+    tolerance = SLACK * (own + allowed)
+    return [] if error <= tolerance else [Difference(what, step, error, tolerance)]
+
+
+def _error(found: Tensor | None, truth: Tensor, scale: float) -> float:
+    """Relative to the tensor's length; to `scale` where the tensor is shorter, as a gradient that cancels out is."""
+    if found is None or found.shape != truth.shape:
+        return math.inf
+    off = torch.linalg.vector_norm(found.double() - truth).item()
+    error = off / max(torch.linalg.vector_norm(truth).item(), scale, 1e-300)
+    return error if math.isfinite(error) else math.inf
+
+
+def _off(found: float, truth: float) -> float:
+    error = abs(found - truth) / max(abs(truth), 1e-300)
+    return error if math.isfinite(error) else math.inf
+
+
+def _kinds(precision: Precision) -> tuple[torch.dtype, torch.dtype]:
+    types = types_of(precision)
+    return types.compute, types.master
+
+
+def _unit(kind: torch.dtype) -> float:
+    return torch.finfo(kind).eps / 2

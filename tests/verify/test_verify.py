@@ -1,0 +1,167 @@
+"""Planted mistakes are found and named, right code is never accused, and the small copy has all that the job has."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.check import check
+from shoal.cluster import Cluster
+from shoal.config import Settings, load, parse
+from shoal.models.presets import resolve
+from shoal.plan import Plan
+from shoal.verify import run
+from shoal.verify.compare import Comparison, Difference, compare, rounding
+from shoal.verify.record import Record
+from shoal.verify.run import every_plan, verify
+from shoal.verify.shrink import MOST_RANKS, shrink, shrink_plan
+from tests.ranks import run_ranks
+from tests.verify import faults
+from tests.verify.faults import record_with
+
+JOB = Path(__file__).parents[2] / "examples" / "quickstart.toml"
+
+
+@functools.cache
+def alone_record(toml: str) -> Record:
+    """One device's, which plans that make the same small copy share."""
+    return run_ranks(1, record_with, Settings.from_toml(toml), None)[0]
+
+
+def compared(
+    plan: Plan, fault: Callable[[], Any] | None, precision: str = "fp32", seed: int = 0
+) -> Comparison:
+    """A plan, perhaps with a mistake in it, against one device."""
+    said = load(JOB, [f"train.precision={precision}", f"train.seed={seed}"])
+    settings, small = shrink(said, plan)
+    alone = Plan(micro_batch=small.micro_batch, compile=False)
+    one = alone_record(settings.with_plan(alone).to_toml())
+    wide = settings.model_copy(update={"train": settings.train.model_copy(update={"precision": "fp64"})})
+    exact = alone_record(wide.with_plan(alone).to_toml())
+    found: Record = run_ranks(plan.world_size, record_with, settings.with_plan(small), fault)[0]
+    return compare(exact, one, found, rounding(settings, small))
+
+
+FAULTS = [
+    (Plan(shard=2), faults.missing_reduction, "gradient of"),
+    (Plan(shard=2), faults.wrong_weight, "gradient of"),
+    (Plan(replicate=2), faults.wrong_weight, "gradient of"),
+    (Plan(tensor=2), faults.norm_counted_twice, "gradient norm"),
+    (Plan(replicate=2, shard=2), faults.norm_counted_twice, "gradient norm"),
+    (Plan(tensor=2), faults.norm_weight_not_summed, "gradient of"),
+    (Plan(context=2), faults.wrong_positions, "gradient of"),
+    (Plan(context=2, context_by="all_to_all"), faults.wrong_positions, "gradient of"),
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize(
+    ("plan", "fault", "named"), FAULTS, ids=lambda value: getattr(value, "__name__", None)
+)
+def test_a_planted_mistake_is_found_in_the_first_step(
+    plan: Plan, fault: Callable[[], Any], named: str, precision: str
+) -> None:
+    found = compared(plan, fault, precision)
+    assert found.first is not None
+    assert found.first.step == 1 and found.first.what.startswith(named)
+    assert found.first.error > 3 * found.first.tolerance
+
+
+def test_a_norms_weight_is_named_where_it_is_the_culprit() -> None:
+    found = compared(Plan(tensor=2), faults.norm_weight_not_summed)
+    assert found.first is not None and "norm.weight" in found.first.what
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("plan", [Plan(tensor=2), Plan(context=2), Plan(pipeline=2), Plan(shard=2)])
+def test_right_code_is_not_accused(plan: Plan, precision: str) -> None:
+    found = compared(plan, None, precision, seed=5)
+    assert found.same, found.first
+
+
+def test_plans_are_compared_by_launches_of_their_own() -> None:
+    told: list[str] = []
+    plans = [Plan(shard=2), Plan(replicate=2, tensor=2), Plan(tensor=2)]
+    verdicts = verify(load(JOB), plans, lambda verdict: told.append(verdict.plan.describe()))
+    assert [verdict.same for verdict in verdicts] == [True, True, True]
+    assert [verdict.plan.world_size for verdict in verdicts] == [2, 4, 2] and len(told) == 3
+
+
+def test_a_job_in_bf16_is_compared_in_fp32_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake that only the sharper comparison shows is the plan's verdict."""
+    real, seen = run.compare, []
+
+    def accuse(exact: Record, one: Record, found: Record, allowed: float) -> Comparison:
+        seen.append(allowed)
+        result = real(exact, one, found, allowed)
+        mistake = Difference("loss", 1, 1.0, 0.1) if len(seen) == 2 else None
+        return result._replace(first=mistake)
+
+    monkeypatch.setattr(run, "compare", accuse)
+    verdict = verify(load(JOB, ["train.precision=bf16"]), [Plan(shard=2)])[0]
+    assert len(seen) == 2 and seen[1] < seen[0] / 100  # the second is the sharper one
+    assert verdict.comparison is not None and verdict.comparison.first is not None
+    assert not verdict.same
+
+
+def test_a_plan_that_fails_says_why() -> None:
+    settings = parse(
+        {
+            "model": {"family": "tests.train.dropout:build"},
+            "data": {"source": "tests.train.dropout:dataset"},
+            "train": {"objective": "tests.train.dropout:loss"},
+        },
+        where="test",
+    )
+    verdict = verify(settings, [Plan(tensor=2)])[0]
+    assert not verdict.same and "no layout" in verdict.problem
+
+
+@pytest.mark.parametrize("plan", list(every_plan(8, tied=False))[::17], ids=lambda plan: plan.describe())
+@pytest.mark.parametrize("preset", ["2m", "8b"])
+def test_the_small_copy_is_one_that_can_be_run(plan: Plan, preset: str) -> None:
+    said = load(JOB, [f"model.preset={preset}"])
+    settings, small = shrink(said, plan)
+    check(settings.job, small, Cluster.parse("8 cpu"))
+    before, after = (resolve(one.model, one.data.vocab) for one in (said, settings))
+    assert (before.kv_heads < before.heads) == (after.kv_heads < after.heads)
+    assert before.tied == after.tied
+    assert after.dim <= 128 and settings.train.global_batch <= 64
+    assert small.model_dump(exclude={"micro_batch", "compile"}) == plan.model_dump(
+        exclude={"micro_batch", "compile"}
+    )
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(replicate=64, shard=8, tensor=8),
+        Plan(pipeline=16, tensor=8),
+        Plan(shard=7),
+        Plan(replicate=9, shard=5),
+    ],
+)
+def test_a_large_plan_keeps_its_axes(plan: Plan) -> None:
+    small = shrink_plan(plan)
+    assert small.world_size <= MOST_RANKS
+    kept = [axis for axis in ("pipeline", "tensor") if getattr(plan, axis) > 1]
+    assert all(getattr(small, axis) > 1 for axis in kept)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6])
+def test_every_plan_is_each_way_once(ranks: int) -> None:
+    plans = list(every_plan(ranks, tied=True))
+    assert len(plans) == len({plan.model_dump_json() for plan in plans})
+    assert all(math.prod((p.pipeline, p.replicate, p.shard, p.context, p.tensor)) == ranks for p in plans)
+    assert not any(plan.schedule in ("zbv", "dualpipev") for plan in plans)
+
+
+def test_settings_for_one_device_are_the_same_job() -> None:
+    settings, small = shrink(load(JOB), Plan(pipeline=2, shard=2))
+    assert isinstance(settings, Settings)
+    assert small.micro_batches(settings.train.global_batch)[0] >= small.stages
