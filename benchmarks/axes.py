@@ -1,4 +1,4 @@
-"""Speed and memory of an 8B Llama under every axis of parallelism, on this machine's GPUs.
+"""Speed and memory of an 8B Llama and a mixture of experts under every axis of parallelism, on this machine's GPUs.
 
     python benchmarks/axes.py --out DIR [--only NAME,...] [--size 8b|tiny] [--steps 6] [--total-s 570]
 
@@ -31,83 +31,44 @@ class Row(NamedTuple):
 
     name: str
     words: tuple[str, ...]
+    moe: bool = False
+    """a mixture of experts, and not a Llama"""
 
 
+HALF = 'plan.recompute_keep=["attention", "every_second_matmul"]'
+SELECTIVE = ("plan.recompute=selective", HALF)
+SIXTEEN = ("plan.micro_batch=1", "train.global_batch=16")
+LONG = ("plan.context=4", "plan.zero=3", "train.global_batch=1", "plan.recompute=full")
 ROWS = (
     Row("shard 4", ("plan.shard=4", "plan.zero=3")),
     Row("tensor 4", ("plan.tensor=4", "plan.micro_batch=1")),
     Row("tensor 2 x shard 2", ("plan.tensor=2", "plan.shard=2", "plan.zero=2", "plan.micro_batch=1")),
-    Row("pipeline 4, 1f1b", ("plan.pipeline=4", "plan.micro_batch=1", "train.global_batch=16")),
+    Row("pipeline 4, 1f1b", ("plan.pipeline=4", *SIXTEEN)),
     Row(
         "pipeline 4, interleaved",
-        (
-            "plan.pipeline=4",
-            "plan.schedule=interleaved_1f1b",
-            "plan.micro_batch=1",
-            "train.global_batch=16",
-            "plan.recompute=full",
-        ),
+        ("plan.pipeline=4", "plan.schedule=interleaved_1f1b", *SIXTEEN, *SELECTIVE),
     ),
-    Row(
-        "pipeline 4, zero bubble",
-        (
-            "plan.pipeline=4",
-            "plan.schedule=zbv",
-            "plan.micro_batch=1",
-            "train.global_batch=16",
-            "plan.compile=false",
-        ),
-    ),
+    Row("pipeline 4, zero bubble", ("plan.pipeline=4", "plan.schedule=zbv", *SIXTEEN, *SELECTIVE)),
     Row(
         "pipeline 2 x shard 2",
-        (
-            "plan.pipeline=2",
-            "plan.shard=2",
-            "plan.micro_batch=1",
-            "train.global_batch=32",
-            "plan.recompute=full",
-        ),
+        ("plan.pipeline=2", "plan.shard=2", "plan.micro_batch=1", "train.global_batch=32", *SELECTIVE),
     ),
-    Row(
-        "context 4, 32k",
-        (
-            "plan.context=4",
-            "plan.zero=3",
-            "data.seq_len=32768",
-            "train.global_batch=1",
-            "plan.recompute=full",
-        ),
-    ),
-    Row(
-        "context 4, 64k",
-        (
-            "plan.context=4",
-            "plan.zero=3",
-            "data.seq_len=65536",
-            "train.global_batch=1",
-            "plan.recompute=full",
-        ),
-    ),
-    Row(
-        "context 4 all-to-all, 32k",
-        (
-            "plan.context=4",
-            "plan.context_by=all_to_all",
-            "plan.zero=3",
-            "data.seq_len=32768",
-            "train.global_batch=1",
-            "plan.recompute=full",
-        ),
-    ),
+    Row("context 4, 32k", (*LONG, "data.seq_len=32768")),
+    Row("context 4, 64k", (*LONG, "data.seq_len=65536")),
+    Row("context 4 all-to-all, 32k", (*LONG, "plan.context_by=all_to_all", "data.seq_len=32768")),
+    Row("moe 8x1b, shard 4 x expert 4", ("plan.shard=4", "plan.expert=4", "plan.zero=3"), moe=True),
+    Row("moe 8x1b, shard 4", ("plan.shard=4", "plan.zero=3"), moe=True),
 )
 SIZES: dict[str, dict[str, Any]] = {
     "8b": {
         "model": {"preset": "8b"},
+        "moe": {"family": "moe", "preset": "8x1b"},
         "data": {"source": "synthetic", "vocab": 128256, "seq_len": 8192},
         "train": {"precision": "bf16", "global_batch": 4},
     },
     "tiny": {
         "model": {"dim": 64, "layers": 8, "heads": 8, "kv_heads": 4, "ffn": 96, "vocab": 512, "tied": False},
+        "moe": {"family": "moe", "preset": "4x1m", "vocab": 512},
         "data": {"source": "synthetic", "vocab": 512, "seq_len": 64},
         "train": {"precision": "bf16", "global_batch": 4},
         "plan": {"compile": False},
@@ -164,7 +125,9 @@ def run(row: Row, options: argparse.Namespace, limit_s: float) -> dict[str, Any]
             f"train.steps={options.steps}",
             f"run.deadline_s={max(30.0, limit_s):.0f}",
         ]
-        settings = parse(apply_overrides(SIZES[options.size], [*words, *more]), where=row.name)
+        size = {key: value for key, value in SIZES[options.size].items() if key != "moe"}
+        size["model"] = SIZES[options.size]["moe" if row.moe else "model"]
+        settings = parse(apply_overrides(size, [*words, *more]), where=row.name)
         outcome = launch(settings, options.ranks, target=TARGET, quiet=True)
         result = Path(folder) / "result.json"
         record = {"name": row.name, "plan": " ".join(words)}

@@ -5,24 +5,28 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.config import Settings
 from shoal.data.cut import MicroBatch, StepBatch
+from shoal.job import Job
 from shoal.launch.worker import StopFlag
 from shoal.models.llama import Llama
+from shoal.models.moe import Moe
+from shoal.models.moe_presets import resolve_moe
 from shoal.models.presets import resolve
 from shoal.observe.metrics import GIB, memory_bytes, reserved_bytes
 from shoal.observe.status import RankStatus
 from shoal.parallel.apply import parallelize
 from shoal.plan import Plan
 from shoal.run import write_whole
-from shoal.train.flops import llama_flops_per_token
+from shoal.train.flops import llama_flops_per_token, moe_flops_per_token
 from shoal.train.objective import NextToken
 from shoal.train.pauses import Pauses
 from shoal.train.step import Step
@@ -32,8 +36,8 @@ WARMUP = 3
 BLOCK = 1 << 20
 
 
-class QuickLlama(Llama):
-    """Llama whose initial weights repeat a block of random numbers: billions are there in seconds."""
+class Quick:
+    """Initial weights that repeat a block of random numbers: billions are there in seconds."""
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         if tensor.dim() == 1:
@@ -46,15 +50,32 @@ class QuickLlama(Llama):
             part.copy_(block[: part.numel()])
 
 
+class QuickLlama(Quick, Llama):
+    """For speed alone."""
+
+
+class QuickMoe(Quick, Moe):
+    """For speed alone."""
+
+
+def model_of(job: Job) -> tuple[Callable[[], nn.Module], float]:
+    """A builder of the row's model, and its operations for one token."""
+    if job.model.family == "moe":
+        moe = resolve_moe(job.model)
+        return lambda: QuickMoe(moe), moe_flops_per_token(moe, job.data.seq_len)
+    dims = resolve(job.model)
+    return lambda: QuickLlama(dims), llama_flops_per_token(dims, job.data.seq_len)
+
+
 def measure(settings: Settings, world: World, status: RankStatus, stop: StopFlag) -> None:
     """Time `train.steps` steps and write what came of it into the run directory."""
     job, plan = settings.job, settings.plan
     if plan is None:
         raise ValueError("the benchmark's rows say their plan")
-    dims = resolve(job.model)
+    build, flops = model_of(job)
     status.enter("setup", 0)
     began = time.monotonic()
-    model = parallelize(lambda: QuickLlama(dims), plan, world, precision=job.train.precision)
+    model = parallelize(build, plan, world, precision=job.train.precision)
     compiled = plan.compiles(world.device.type) is not None
     step = Step(
         model,
@@ -78,7 +99,7 @@ def measure(settings: Settings, world: World, status: RankStatus, stop: StopFlag
             if number >= WARMUP:
                 times.append(seconds)
             losses.append(loss)
-    found = _figures(settings, times, losses, world)
+    found = _figures(settings, times, losses, flops, world)
     if world.is_main:
         found["setup_s"] = round(setup_s, 1)
         write_whole(Path(settings.run.dir) / "result.json", json.dumps(found))
@@ -86,7 +107,7 @@ def measure(settings: Settings, world: World, status: RankStatus, stop: StopFlag
 
 def random_batch(settings: Settings, plan: Plan, world: World, number: int) -> StepBatch:
     """This rank's part of a global batch of random tokens."""
-    job, vocab = settings.job, resolve(settings.model).vocab
+    job, vocab = settings.job, settings.data.vocab
     count, size = plan.micro_batches(job.train.global_batch)
     first = plan.data_rank(world.rank) * count * size
     generator = torch.Generator().manual_seed(number)
@@ -111,7 +132,9 @@ def _timed(step: Step, batch: StepBatch, world: World) -> tuple[float, float]:
     return time.perf_counter() - began, loss
 
 
-def _figures(settings: Settings, times: list[float], losses: list[float], world: World) -> dict[str, Any]:
+def _figures(
+    settings: Settings, times: list[float], losses: list[float], flops: float, world: World
+) -> dict[str, Any]:
     """The slowest rank's median step and the largest memory."""
     mine = torch.tensor(
         [
@@ -128,7 +151,6 @@ def _figures(settings: Settings, times: list[float], losses: list[float], world:
     job = settings.job
     tokens = job.train.global_batch * job.data.seq_len
     rate = tokens / seconds / world.size
-    flops = llama_flops_per_token(resolve(job.model), job.data.seq_len)
     peak = detect_cluster().device.flops
     return {
         "step_s": round(seconds, 4),

@@ -7,12 +7,13 @@ parameters. torch 2.13 has `set_reduce_scatter_unused_params` for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
@@ -48,10 +49,23 @@ class _UseAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
+        ctx.zeros = [_zeros_like(parameter) for parameter in parameters]
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
-        return (gradients[0], *zeros)
+        return (gradients[0], *(make() for make in ctx.zeros))
+
+
+def _zeros_like(parameter: Tensor) -> Callable[[], Tensor]:
+    """Makes zeros like a parameter, which may be freed by then; one cut over tensor or expert gets a gradient cut alike."""
+    if not isinstance(parameter, DTensor):
+        return partial(torch.zeros, parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    part = _zeros_like(parameter.to_local())
+    mesh, placements, shape, stride = (
+        parameter.device_mesh,
+        parameter.placements,
+        parameter.shape,
+        parameter.stride(),
+    )
+    return lambda: DTensor.from_local(part(), mesh, placements, run_check=False, shape=shape, stride=stride)

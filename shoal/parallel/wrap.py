@@ -44,14 +44,13 @@ def wrap_forwards(
     if compiled == "model":
         _wrap_whole(model, units, again, plan, cast, cast_inputs=cast_inputs)
         return
+    # what experts and rings exchange is not compiled, so that what is around it is not one graph
+    one_graph = bool(compiled) and plan.expert == 1 and not (plan.context > 1 and plan.context_by == "ring")
     own = {module for each in apart for module in each.modules()}
     in_units = {module for unit in units for module in unit.module.modules()}
     for unit in (unit.module for unit in units):
         forward = unit.forward
-        # the exchange of an expert axis is not compiled, nor can be what is around it in one graph
-        inside = (
-            compiled and unit in again and plan.recompute == "selective" and own.isdisjoint(unit.modules())
-        )
+        inside = one_graph and unit in again and plan.recompute == "selective"
         if inside:
             forward = recomputed(forward, unit, plan, compiled=True)
         if compiled:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from shoal.layout import Layout
 from shoal.models.llama import Llama
 from shoal.models.moe import Moe, Router
 from shoal.models.moe_presets import MoeDims
+from shoal.parallel import shard
 from shoal.parallel.apply import parallelize
 from shoal.parallel.collectives import exchange_rows
 from shoal.parallel.initialise import whole_tensor
@@ -92,6 +94,22 @@ def test_a_plan_trains_as_one_process_does(plan: Plan) -> None:
 def test_experts_that_get_no_token_only_decay(never: tuple[int, ...]) -> None:
     plan = plan_of(shard=2, expert=2, micro_batch=4)
     assert_same(run_ranks(2, train, plan, DIMS, 5, never), by_hand(DIMS, never))
+
+
+def train_as_on_older_torch(world: World, plan: Plan, never: tuple[int, ...]) -> Record:
+    with (
+        patch.object(shard, "is_needed", lambda: True),
+        patch.object(shard, "_count_unused", lambda module: None),
+    ):
+        return train(world, plan, never=never)
+
+
+@pytest.mark.parametrize(
+    "plan", [plan_of(shard=2, expert=2), plan_of(shard=4, expert=2, zero=2, micro_batch=2)]
+)
+def test_experts_that_get_no_token_also_work_with_torch_before_2_13(plan: Plan) -> None:
+    found = run_ranks(plan.world_size, train_as_on_older_torch, plan, (1,))
+    assert_same(found, by_hand(DIMS, (1,)))
 
 
 def test_all_tokens_may_go_to_one_expert() -> None:
