@@ -7,13 +7,16 @@ stay inside a node. Frozen, validated data that imports neither torch nor the re
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """Mesh axes in rank order, the slowest link first. `expert` re-uses ranks of shard, context and tensor: see `sharing`."""
 
+
+Offloaded = Literal["parameters", "optimizer", "activations"]
+"""What can be in host memory while the device does not need it."""
 
 _STAGES = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}
 
@@ -70,10 +73,26 @@ class Plan(BaseModel):
     recompute: Literal["none", "full"] = Field(
         "none", description="full: keep only each block's input and run the block again in backward"
     )
+    offload: tuple[Offloaded, ...] = Field(
+        (),
+        strict=False,
+        description="kept in host memory while not in use: parameters (masters and gradients), optimizer (its moments), "
+        "activations (what blocks keep for backward)",
+    )
     compile: bool | None = Field(None, description="torch.compile each block; left out: on GPUs only")
+
+    @field_validator("offload", mode="before")
+    @classmethod
+    def _as_words(cls, value: Any) -> Any:
+        """A word, or words with commas between them, stand for a list: `plan.offload=optimizer,activations`."""
+        if not isinstance(value, str):
+            return value
+        return tuple(word.strip() for word in value.split(",")) if value.strip() else ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if twice := {word for word in self.offload if self.offload.count(word) > 1}:
+            raise ValueError(f"offload names {', '.join(sorted(twice))} twice; once is enough")
         if self.zero == 0 and self.cut > 1:
             axis = "shard" if self.shard > 1 else "context"
             raise ValueError(
@@ -113,8 +132,11 @@ class Plan(BaseModel):
 
     @property
     def zero_stage(self) -> int:
-        """The ZeRO stage in force: 0 with nothing to shard; 3 unless said otherwise, and with a pipeline 1."""
-        if self.cut == 1:
+        """The ZeRO stage in force: 0 with nothing to shard; 3 unless said otherwise, and with a pipeline 1.
+
+        Parameters that are in host memory are brought and freed by the same stages, whether they are cut or not.
+        """
+        if self.cut == 1 and "parameters" not in self.offload:
             return 0
         return self.zero if self.zero is not None else 1 if self.pipeline > 1 else 3
 
@@ -145,8 +167,8 @@ class Plan(BaseModel):
 
     @property
     def only_copies(self) -> bool:
-        """Whether every rank holds the whole model."""
-        return self.world_size == self.replicate
+        """Whether every rank holds the whole model on its device."""
+        return self.world_size == self.replicate and "parameters" not in self.offload
 
     @property
     def world_size(self) -> int:
@@ -194,4 +216,6 @@ class Plan(BaseModel):
             text += f", micro-batch {self.micro_batch}"
         if self.recompute != "none":
             text += f", recompute {self.recompute}"
+        if self.offload:
+            text += f", {' and '.join(self.offload)} in host memory"
         return text + (", compiled" if self.compile else "")

@@ -145,7 +145,7 @@ class Step:
                 f"schedule = {optimizer.schedule!r} ends with the last step: give Step(..., total_steps=...)"
             )
         self.model, self.objective, self.plan, self.world = model, objective, plan, world
-        self.optimizer = LocalOptimizer(model, optimizer)
+        self.optimizer = LocalOptimizer(model, optimizer, offload=plan.offload, device=world.device)
         self._spread = spread_of(model)
         self._balance = Balance(model, self._spread.token_groups)
         self._total_steps, self._seed, self._on_phase = total_steps or 1, seed, on_phase
