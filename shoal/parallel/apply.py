@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.job import Precision
 from shoal.parallel.initialise import InitParameter, build, initialiser_of, is_meta, materialise
+from shoal.parallel.offload import offload_activations
 from shoal.parallel.precision import Types, cast_while_running, types_of
 from shoal.parallel.replicate import apply_replicate
-from shoal.parallel.shard import apply_shard, is_cut, shard_experts
+from shoal.parallel.shard import apply_shard, is_cut, masters_device, shard_experts
 from shoal.parallel.spread import apply_axes, remember, spread_of
 from shoal.parallel.tensor import with_local_parameters
 from shoal.parallel.units import Unit, find_units
@@ -66,7 +67,8 @@ def parallelize(
         apply_shard(root, units, plan, mesh, types, cast_unit_inputs=cast_unit_inputs)
     init_parameter = initialiser_of(built)
     if is_meta(built):
-        materialise(built, _required(init_parameter, built), world.device, seed)
+        masters = masters_device(plan, world.device)
+        materialise(built, _required(init_parameter, built), world.device, masters, seed)
     _move_rest(built, plan, world.device)
     remember(built, spread)
     if not plan.only_copies:
@@ -120,7 +122,7 @@ def _prepare_units(
     cast_unit_inputs: bool,
     experts: Sequence[nn.Module],
 ) -> None:
-    """Compile, cast and recompute, in this order from the inside out, by wrapping each unit's forward."""
+    """Compile, cast, recompute and offload, in this order from the inside out, by wrapping each unit's forward."""
     cast = plan.only_copies and types.compute != types.master  # sharding casts what it gathers
     compiled = plan.compile if plan.compile is not None else device.type == "cuda"
     units = [unit.module for unit in all_units]
@@ -139,6 +141,8 @@ def _prepare_units(
                 partial(checkpoint, forward, use_reentrant=False, context_fn=partial(_contexts, unit))
             )
         unit.forward = forward
+    if "activations" in plan.offload:
+        offload_activations(units, device)
     rest = [module for module in model.modules() if module not in in_units | apart]
     if cast:
         model.forward = cast_while_running(model.forward, rest, types.compute, cast_inputs=True)
