@@ -137,5 +137,5 @@ def _figures(settings: Settings, times: list[float], losses: list[float], world:
         "mfu": round(rate * flops / peak, 4) if peak else None,
         "allocated_gib": round(allocated, 2),
         "reserved_gib": round(reserved, 2),
-        "losses": [round(loss, 4) for loss in losses],
+        "losses": losses,
     }

@@ -77,7 +77,7 @@ class Streamed:
         parts: this rank's; those that are not on `device` are brought with their gradients.
         moments: keep moments in host memory.
         bring_all: bring parts that are on `device`, too: on a CPU host memory is the device's.
-        bucket_bytes: brought at a time.
+        bucket_bytes: brought at a time; left out, 256 MiB.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Streamed:
         *,
         moments: bool,
         bring_all: bool = False,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
     ) -> None:
         self._parts, self._device, self._kinds = parts, device, kinds(settings)
         self._brought = {name for name, part in parts.items() if bring_all or part.device != device}
@@ -99,7 +99,7 @@ class Streamed:
             *(("parameter", "gradient") if self._brought else ()),
         ]
         element = max(1, len(self._rows)) * self._dtype.itemsize
-        self._size = max(1, bucket_bytes // element // ALIGNED) * ALIGNED
+        self._size = max(1, (bucket_bytes or BUCKET_BYTES) // element // ALIGNED) * ALIGNED
         self._starts, self._buckets = _cut(parts, self._size)
         total = self._buckets[-1].first + self._buckets[-1].length
         self._moments = {kind: self._zeros(total, moments) for kind in self._kinds}

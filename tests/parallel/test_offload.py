@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shoal.parallel.offload
-import shoal.train.optimizer
+import shoal.train.streamed
 from shoal.parallel.apply import parallelize
 from shoal.parallel.offload import offload_activations
 from shoal.plan import Plan
 from shoal.train.evaluate import evaluate
 from shoal.train.objective import NextToken
 from shoal.train.step import Step
-from shoal.train.streamed import Streamed
 from shoal.world import World
 from tests.parallel.test_axes import by_hand, check, named
 from tests.ranks import run_ranks
@@ -69,7 +68,7 @@ EXPERTS: list[dict[str, Any]] = [
 def make_toys_count() -> None:
     """The toy's tensors are small: move them all the same, in many buckets."""
     shoal.parallel.offload.KEPT_BYTES = 512
-    shoal.train.optimizer.Streamed = functools.partial(Streamed, bucket_bytes=20_000)  # pyrefly: ignore
+    shoal.train.streamed.BUCKET_BYTES = 20_000
 
 
 def run_plans(world: World, plans: list[dict[str, Any]]) -> list[Record]:

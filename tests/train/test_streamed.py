@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import shoal.train.optimizer
+import shoal.train.streamed
 from shoal.checkpoint.folder import inspect
 from shoal.checkpoint.store import load, model_state, save
 from shoal.job import Optimizer
@@ -108,7 +108,7 @@ def test_what_is_brought_is_given_back_after_the_step() -> None:
 
 def resumed(world: World, plan: Plan, folder: str, saves: bool) -> tuple[list[float], dict[str, Tensor]]:
     """Steps 0 to 5 with a checkpoint after 3, or steps 3 to 5 from that checkpoint."""
-    shoal.train.optimizer.Streamed = functools.partial(Streamed, bucket_bytes=SMALL)  # pyrefly: ignore
+    shoal.train.streamed.BUCKET_BYTES = SMALL
     model = parallelize(functools.partial(build, DEEP), plan, world, precision="fp32", seed=7)
     step = Step(model, NextToken(), OPTIMIZER, plan, world, total_steps=6)
     losses, first = [], 0
