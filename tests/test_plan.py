@@ -79,6 +79,8 @@ def test_zero_is_3_unless_said_and_0_with_nothing_to_shard(keys: dict[str, Any],
         ({"zero": 4}, "0, 1, 2 or 3"),
         ({"tensor": 0}, "greater than or equal to 1"),
         ({"recompute": "half"}, "'none' or 'full'"),
+        ({"offload": ["gradients"]}, "'parameters', 'optimizer' or 'activations'"),
+        ({"offload": ["optimizer", "optimizer"]}, "offload names optimizer twice"),
         ({"replicas": 2}, "not permitted"),
         ({"compile": "yes"}, "boolean"),
     ],
@@ -100,6 +102,17 @@ def test_an_impossible_plan_is_refused(keys: dict[str, Any], named: str) -> None
 )
 def test_a_plan_says_degrees_when_one_is_given_even_if_it_is_1(keys: dict[str, Any], says: bool) -> None:
     assert Plan.model_validate(keys).says_degrees is says
+
+
+def test_offload_is_a_list_of_kinds_or_words_with_commas() -> None:
+    assert Plan.model_validate({"offload": ["optimizer"]}).offload == ("optimizer",)
+    assert Plan.model_validate({"offload": "optimizer, activations"}).offload == ("optimizer", "activations")
+    assert Plan.model_validate({"offload": ""}) == Plan()
+    plan = Plan(offload=("parameters",))
+    assert plan.describe() == "one device, parameters in host memory"
+    assert not plan.only_copies and plan.zero_stage == 3
+    assert Plan(offload=("parameters",), zero=1).zero_stage == 1
+    assert Plan(offload=("optimizer", "activations")).only_copies
 
 
 def test_one_phrase_tells_all_that_differs_from_one_device() -> None:
