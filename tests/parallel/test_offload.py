@@ -21,6 +21,7 @@ from shoal.train.evaluate import evaluate
 from shoal.train.objective import NextToken
 from shoal.train.step import Step
 from shoal.world import World
+from tests.late import copy_late
 from tests.parallel.test_axes import by_hand, check, named
 from tests.ranks import run_ranks
 from tests.train import moe_toy
@@ -216,6 +217,31 @@ def test_only_the_last_block_keeps_on_the_device_what_backward_needs(monkeypatch
     for block, gradient in zip(blocks, right, strict=True):
         assert torch.equal(block.linear.weight.grad, gradient)  # pyrefly: ignore[bad-argument-type]
     assert [len(call.ranges) for call in calls] == [0] * 5  # nothing is held after backward
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_still_on_its_way_is_waited_for(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradients(blocks: list[Block]) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        table = torch.randn(4, 8, generator=generator)
+        inputs = [torch.randn(4, 8, generator=generator).requires_grad_() for _ in range(4)]
+        outputs = [through(blocks, x * 1, table).sum() for x in inputs[:2]]
+        for x in inputs[2:]:  # as a pipeline does: one forward, one backward, oldest first
+            outputs.pop(0).backward()
+            outputs.append(through(blocks, x * 1, table).sum())
+        for output in outputs:
+            output.backward()
+        found = [x.grad for x in inputs] + [block.linear.weight.grad for block in blocks]
+        return [gradient for gradient in found if gradient is not None]
+
+    right = gradients(stack()[0])
+    copy_late(monkeypatch)
+    blocks, _ = stack()
+    for block in blocks if recompute else ():
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    offload_activations(blocks, CPU, kept_bytes=0)
+    for found, expected in zip(gradients(blocks), right, strict=True):
+        assert torch.equal(found, expected)
 
 
 def kept_by(blocks: list[Block], kept_bytes: int, table: Tensor) -> set[int]:

@@ -21,6 +21,7 @@ from shoal.train.optimizer import AtOnce
 from shoal.train.step import Step
 from shoal.train.streamed import ALIGNED, Streamed, _cut
 from shoal.world import World
+from tests.late import copy_late
 from tests.ranks import run_ranks
 from tests.train.toy import DEEP, OPTIMIZER, build, global_batch, part_of, whole_weights
 
@@ -71,6 +72,25 @@ def test_buckets_change_no_bit(
         torch.device("cpu"),
         moments=moments,
         bring_all=masters,
+        bucket_bytes=bucket_bytes,
+    )
+    for found, expected in zip(steps_with(streamed, parts), right, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, SMALL, 10**6])
+def test_what_is_not_there_yet_is_waited_for(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = parts_of(torch.float32)
+    right = steps_with(AtOnce(OPTIMIZER, plain, plain), plain)
+    copy_late(monkeypatch)
+    parts = parts_of(torch.float32)
+    streamed = Streamed(
+        OPTIMIZER,
+        parts,
+        parts,
+        torch.device("cpu"),
+        moments=True,
+        bring_all=True,
         bucket_bytes=bucket_bytes,
     )
     for found, expected in zip(steps_with(streamed, parts), right, strict=True):
