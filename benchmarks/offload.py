@@ -92,7 +92,7 @@ def row(name: str, options: argparse.Namespace, limit_s: float) -> dict[str, Any
         found: dict[str, Any] = {"problem": f"{type(error).__name__}: {error}"}
     cases: list[dict[str, Any]] = found.get("cases", [])
     differs = [case for case in cases if not case["same"]]
-    if differs:
+    if differs and "problem" not in found:
         found["problem"] = f"{len(differs)} of {len(cases)} cases differ, first: {differs[0]}"
     return {"name": name} | found
 
@@ -114,7 +114,9 @@ def launched(name: str, options: argparse.Namespace, limit_s: float) -> dict[str
         target = "benchmarks.offload_rank:check" if name == CHECK else "benchmarks.axes_rank:measure"
         outcome = launch(settings, options.ranks, target=target, quiet=True)
         result = Path(folder) / "result.json"
-        return json.loads(result.read_text()) if result.exists() else {"problem": outcome.report[:4000]}
+        found = json.loads(result.read_text()) if result.exists() else {}
+        failed = outcome.state != "ok" or not found  # cases that came before a failure are kept
+        return found | ({"problem": outcome.report[:4000] or "no result"} if failed else {})
 
 
 def page(records: list[dict[str, Any]]) -> str:
@@ -133,7 +135,7 @@ def page(records: list[dict[str, Any]]) -> str:
                 f"{record['losses'][-1]:.6f}",
             )
             lines.append(f"| {record['name']} | " + " | ".join(figures) + " |")
-        elif "cases" not in record:
+        if "problem" in record:
             lines.append(f"| {record['name']} | {str(record['problem']).splitlines()[0][:90]} | | | | |")
     cases = [case for record in records for case in record.get("cases", [])]
     if cases:

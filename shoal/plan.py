@@ -87,7 +87,9 @@ class Plan(BaseModel):
         """A word, or words with commas between them, stand for a list: `plan.offload=optimizer,activations`."""
         if not isinstance(value, str):
             return value
-        return tuple(word.strip() for word in value.split(",")) if value.strip() else ()
+        if value.strip() in ("", "none"):
+            return ()
+        return tuple(word.strip() for word in value.split(","))
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -187,9 +187,7 @@ def whole_tensor(x: Tensor) -> Tensor:
     """The whole of a plain or sharded tensor, on every rank. Collective: axis by axis, the last to be cut first."""
     if not isinstance(x, DTensor):
         return x
-    if (
-        x.device.type != x.device_mesh.device_type
-    ):  # out of host memory: ranks exchange what is on their devices
+    if x.device.type != x.device_mesh.device_type:  # ranks exchange what is on their devices
         x = DTensor.from_local(
             x.to_local(), x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
         )
