@@ -115,7 +115,7 @@ def launched(name: str, options: argparse.Namespace, limit_s: float) -> dict[str
         outcome = launch(settings, options.ranks, target=target, quiet=True)
         result = Path(folder) / "result.json"
         found = json.loads(result.read_text()) if result.exists() else {}
-        failed = outcome.state != "ok" or not found  # cases that came before a failure are kept
+        failed = outcome.state == "failed" or not found  # cases that came before a failure are kept
         return found | ({"problem": outcome.report[:4000] or "no result"} if failed else {})
 
 
