@@ -55,7 +55,7 @@ def measure(settings: Settings, world: World, status: RankStatus, stop: StopFlag
     status.enter("setup", 0)
     began = time.monotonic()
     model = parallelize(lambda: QuickLlama(dims), plan, world, precision=job.train.precision)
-    compiled = world.device.type == "cuda" if plan.compile is None else plan.compile
+    compiled = plan.compiles(world.device.type) is not None
     step = Step(
         model,
         NextToken(compiled=compiled),

@@ -15,6 +15,11 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """Mesh axes in rank order, the slowest link first. `expert` re-uses ranks of shard, context and tensor: see `sharing`."""
 
 
+Kept = Literal["attention", "communication", "matmul", "every_second_matmul"]
+"""Results of operators that selective recompute can keep."""
+
+KEPT: tuple[Kept, ...] = ("attention", "communication", "matmul")
+
 Offloaded = Literal["parameters", "optimizer", "activations"]
 """What can be in host memory while the device does not need it."""
 
@@ -70,16 +75,27 @@ class Plan(BaseModel):
     micro_batch: int | None = Field(
         None, ge=1, description="samples a rank takes at a time; left out: its whole part of the global batch"
     )
-    recompute: Literal["none", "full"] = Field(
-        "none", description="full: keep only each block's input and run the block again in backward"
+    recompute: Literal["none", "full", "selective"] = Field(
+        "none",
+        description="full: keep only each block's input and run the block again in backward; selective: keep recompute_keep, too",
+    )
+    recompute_keep: tuple[Kept, ...] = Field(
+        KEPT,
+        strict=False,  # TOML has lists
+        description="results that selective recompute keeps; communication: of reductions and all-to-all",
+    )
+    recompute_every: int = Field(1, ge=1, description="recompute in every n-th block, the others keep all")
+    compile: bool | Literal["model"] | None = Field(
+        None,
+        description='torch.compile each block, or with "model" the whole as one graph, which needs a plan of copies alone; left '
+        "out: blocks, on GPUs, where the schedule allows it",
     )
     offload: tuple[Offloaded, ...] = Field(
         (),
-        strict=False,
+        strict=False,  # TOML has lists
         description="kept in host memory while not in use: parameters (masters and gradients), optimizer (its moments), "
         "activations (what blocks keep for backward)",
     )
-    compile: bool | None = Field(None, description="torch.compile each block; left out: on GPUs only")
 
     @field_validator("offload", mode="before")
     @classmethod
@@ -93,8 +109,6 @@ class Plan(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if twice := {word for word in self.offload if self.offload.count(word) > 1}:
-            raise ValueError(f"offload names {', '.join(sorted(twice))} twice; once is enough")
         if self.zero == 0 and self.cut > 1:
             axis = "shard" if self.shard > 1 else "context"
             raise ValueError(
@@ -125,7 +139,42 @@ class Plan(BaseModel):
                 f"schedule = {self.schedule!r} has {_STAGES[self.schedule]} stages a rank, but virtual_stages = "
                 f"{self.virtual_stages}; leave it out, or use interleaved_1f1b, looped_bfs or interleaved_zero_bubble"
             )
+        self._check_recompute()
+        self._check_offload()
+        if self.compile and self.pipeline > 1 and self.splits_backward:
+            raise ValueError(
+                f"schedule = {self.schedule!r} computes gradients of activations and of parameters at different times, and a "
+                "compiled block computes them in one; use compile = false, or leave it out"
+            )
+        if self.compile == "model" and not self.only_copies:
+            raise ValueError(
+                'compile = "model" makes one graph of a whole model, and this plan cuts it, so that something has to happen '
+                "between its blocks; use compile = true, or a plan with replicate alone"
+            )
         return self
+
+    def _check_offload(self) -> None:
+        if twice := {word for word in self.offload if self.offload.count(word) > 1}:
+            raise ValueError(f"offload names {', '.join(sorted(twice))} twice; once is enough")
+        if self.compile == "model" and {"parameters", "activations"} & set(self.offload):
+            raise ValueError(
+                'compile = "model" makes one graph of a whole model, and parameters and activations in host memory move between '
+                'its blocks; use compile = true, or offload = ["optimizer"] alone'
+            )
+
+    def _check_recompute(self) -> None:
+        if self.recompute != "selective" and self.recompute_keep != KEPT:
+            raise ValueError(
+                f'recompute_keep is what recompute = "selective" keeps, but recompute = "{self.recompute}"; leave it out'
+            )
+        if self.recompute == "none" and self.recompute_every > 1:
+            raise ValueError(
+                f'recompute_every = {self.recompute_every} but recompute = "none"; leave it out, or use recompute = "full"'
+            )
+        if len(set(self.recompute_keep)) < len(self.recompute_keep):
+            raise ValueError(f"recompute_keep = {list(self.recompute_keep)} names a kind twice")
+        if {"matmul", "every_second_matmul"} <= set(self.recompute_keep):
+            raise ValueError('recompute_keep names "matmul" and "every_second_matmul"; use one of them')
 
     @property
     def says_degrees(self) -> bool:
@@ -156,6 +205,12 @@ class Plan(BaseModel):
     def splits_backward(self) -> bool:
         """Whether the schedule computes gradients of activations first and those of parameters later."""
         return self.schedule in ("interleaved_zero_bubble", "zbv", "dualpipev")
+
+    def compiles(self, device: str) -> Literal["blocks", "model"] | None:
+        """What is compiled on a kind of device ("cuda", "cpu")."""
+        if self.compile is None:
+            return "blocks" if device == "cuda" and not (self.pipeline > 1 and self.splits_backward) else None
+        return "model" if self.compile == "model" else "blocks" if self.compile else None
 
     @property
     def stages(self) -> int:
@@ -218,6 +273,18 @@ class Plan(BaseModel):
             text += f", micro-batch {self.micro_batch}"
         if self.recompute != "none":
             text += f", recompute {self.recompute}"
+            if self.recompute == "selective":
+                text += f" (keep {', '.join(self.recompute_keep) or 'nothing'})"
+            if self.recompute_every > 1:
+                text += f" in every {ordinal(self.recompute_every)} block"
         if self.offload:
             text += f", {' and '.join(self.offload)} in host memory"
-        return text + (", compiled" if self.compile else "")
+        return text + (
+            ", compiled as a whole" if self.compile == "model" else ", compiled" if self.compile else ""
+        )
+
+
+def ordinal(number: int) -> str:
+    """2nd, 3rd, 11th."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"

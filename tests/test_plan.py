@@ -78,17 +78,40 @@ def test_zero_is_3_unless_said_and_0_with_nothing_to_shard(keys: dict[str, Any],
         ({"zero": 0, "shard": 2}, "zero = 0 cuts nothing, but shard = 2; use zero = 1, 2 or 3"),
         ({"zero": 4}, "0, 1, 2 or 3"),
         ({"tensor": 0}, "greater than or equal to 1"),
-        ({"recompute": "half"}, "'none' or 'full'"),
         ({"offload": ["gradients"]}, "'parameters', 'optimizer' or 'activations'"),
         ({"offload": ["optimizer", "optimizer"]}, "offload names optimizer twice"),
+        ({"offload": ["activations"], "compile": "model"}, "move between its blocks; use compile = true"),
+        ({"recompute": "half"}, "'none', 'full' or 'selective'"),
+        ({"recompute_every": 2}, 'recompute_every = 2 but recompute = "none"'),
+        ({"recompute": "full", "recompute_keep": ("matmul",)}, "leave it out"),
+        ({"recompute": "selective", "recompute_keep": ("matmul", "every_second_matmul")}, "use one of them"),
+        ({"recompute": "selective", "recompute_keep": ("matmul", "matmul")}, "names a kind twice"),
+        ({"shard": 2, "compile": "model"}, "compile = true, or a plan with replicate alone"),
+        ({"pipeline": 2, "schedule": "zbv", "compile": True}, "compile = false"),
         ({"replicas": 2}, "not permitted"),
-        ({"compile": "yes"}, "boolean"),
     ],
 )
 def test_an_impossible_plan_is_refused(keys: dict[str, Any], named: str) -> None:
     with pytest.raises(ValidationError, match=named) as caught:
         Plan.model_validate(keys)
     assert len(caught.value.errors()) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "on_gpu", "on_cpu"),
+    [
+        ({}, "blocks", None),
+        ({"compile": False}, None, None),
+        ({"compile": True}, "blocks", "blocks"),
+        ({"compile": "model"}, "model", "model"),
+        ({"pipeline": 2, "schedule": "zbv"}, None, None),
+    ],
+)
+def test_blocks_are_compiled_on_gpus_where_the_schedule_allows_it(
+    keys: dict[str, Any], on_gpu: str | None, on_cpu: str | None
+) -> None:
+    plan = Plan.model_validate(keys)
+    assert (plan.compiles("cuda"), plan.compiles("cpu")) == (on_gpu, on_cpu)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +142,10 @@ def test_one_phrase_tells_all_that_differs_from_one_device() -> None:
     assert Plan().describe() == "one device"
     plan = Plan(replicate=2, shard=4, zero=2, micro_batch=8, recompute="full", compile=True)
     assert plan.describe() == "replicate 2 x shard 4 (ZeRO-2), micro-batch 8, recompute full, compiled"
+    plan = Plan(recompute="selective", recompute_keep=("attention",), recompute_every=3, compile="model")
+    assert plan.describe() == (
+        "one device, recompute selective (keep attention) in every 3rd block, compiled as a whole"
+    )
 
 
 def test_the_expert_degree_divides_the_ranks_that_it_re_uses_and_needs_no_others() -> None:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, wraps
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from shoal.job import Precision
 from shoal.parallel.initialise import InitParameter, build, initialiser_of, is_meta, materialise
 from shoal.parallel.offload import offload_activations
-from shoal.parallel.precision import Types, cast_while_running, types_of
+from shoal.parallel.precision import types_of
+from shoal.parallel.recompute import recomputed_blocks
 from shoal.parallel.replicate import apply_replicate
 from shoal.parallel.shard import apply_shard, is_cut, masters_device, shard_experts
 from shoal.parallel.spread import apply_axes, remember, spread_of
-from shoal.parallel.tensor import with_local_parameters
-from shoal.parallel.units import Unit, find_units
+from shoal.parallel.units import find_units
+from shoal.parallel.wrap import wrap_forwards
 from shoal.plan import Plan
 from shoal.world import World
 
@@ -57,10 +56,13 @@ def parallelize(
         _take_from_rank_0(built, world)
     cast_unit_inputs = bool(getattr(built, "cast_unit_inputs", True))
     units = find_units(built)
+    again = recomputed_blocks(units, plan)
     spread = apply_axes(built, plan, world)
     there = set(built.modules())
     units = [unit for unit in units if unit.module in there]
-    _prepare_units(built, units, plan, types, world.device, cast_unit_inputs, spread.experts)
+    wrap_forwards(built, units, again, plan, types, world.device, apart=spread.experts)
+    if "activations" in plan.offload:
+        offload_activations((unit.module for unit in units), world.device)
     if spread.experts:
         shard_experts(spread.experts, plan, world.expert_mesh(plan), types)
     for root in () if plan.only_copies else spread.roots or (built,):
@@ -111,67 +113,6 @@ def _take_from_rank_0(model: nn.Module, world: World) -> None:
         staged = tensor.detach().to(world.device)
         dist.broadcast(staged, src=0)
         tensor.copy_(staged)
-
-
-def _prepare_units(
-    model: nn.Module,
-    all_units: list[Unit],
-    plan: Plan,
-    types: Types,
-    device: torch.device,
-    cast_unit_inputs: bool,
-    experts: Sequence[nn.Module],
-) -> None:
-    """Compile, cast, recompute and offload, in this order from the inside out, by wrapping each unit's forward."""
-    cast = plan.only_copies and types.compute != types.master  # sharding casts what it gathers
-    compiled = plan.compile if plan.compile is not None else device.type == "cuda"
-    units = [unit.module for unit in all_units]
-    apart = {module for expert in experts for module in expert.modules()}  # local when they run themselves
-    in_units = {module for unit in units for module in unit.modules()}
-    for unit in units:
-        forward = torch.compile(unit.forward) if compiled else unit.forward
-        if cast:
-            forward = cast_while_running(
-                forward, list(unit.modules()), types.compute, cast_inputs=cast_unit_inputs
-            )
-        if plan.tensor > 1:
-            forward = with_local_parameters(forward, [part for part in unit.modules() if part not in apart])
-        if plan.recompute == "full":
-            forward = wraps(forward)(
-                partial(checkpoint, forward, use_reentrant=False, context_fn=partial(_contexts, unit))
-            )
-        unit.forward = forward
-    if "activations" in plan.offload:
-        offload_activations(units, device)
-    rest = [module for module in model.modules() if module not in in_units | apart]
-    if cast:
-        model.forward = cast_while_running(model.forward, rest, types.compute, cast_inputs=True)
-    if plan.tensor > 1:
-        model.forward = with_local_parameters(model.forward, rest)
-
-
-def _contexts(unit: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of the first run of a unit and of its recomputation."""
-    return nullcontext(), _BuffersKept(unit)
-
-
-class _BuffersKept:
-    """Undoes what a second run does to buffers: running statistics are to see each batch once.
-
-    Entered once for each recomputation, of which a schedule that splits backward makes two.
-    """
-
-    def __init__(self, unit: nn.Module) -> None:
-        self._unit = unit
-        self._before: list[tuple[Tensor, Tensor]] = []
-
-    def __enter__(self) -> None:
-        self._before = [(buffer, buffer.detach().clone()) for buffer in self._unit.buffers()]
-
-    @torch.no_grad()
-    def __exit__(self, *_: object) -> None:
-        for buffer, value in self._before:
-            buffer.copy_(value)
 
 
 @torch.no_grad()

@@ -55,7 +55,7 @@ def build(builder: Callable[[], nn.Module], seed: int) -> nn.Module:
         TypeError: the builder returned something else than an nn.Module.
     """
     model = build_on_meta(builder)
-    if model is not None and initialiser_of(model):
+    if isinstance(model, nn.Module) and initialiser_of(model):
         return model
     with random_state_kept():
         seed_random(f"{seed}/build")

@@ -54,7 +54,7 @@ def set_up(settings: Settings, world: World, run: Run, status: RankStatus) -> Tr
     datasets = open_dataset(job.data, job.train.seed, Path(settings.run.data) if settings.run.data else None)
     build = builder(job.model, datasets.vocab)
     model = parallelize(build, plan, world, precision=job.train.precision, seed=job.train.seed)
-    compiled = plan.compile if plan.compile is not None else world.device.type == "cuda"
+    compiled = plan.compiles(world.device.type) is not None
     objective = choose_objective(job.train.objective, datasets.vocab, compiled=compiled)
     cost = rates(job, build, objective, datasets, detect_cluster().device.flops, world.size)
     step = Step(

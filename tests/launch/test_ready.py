@@ -92,7 +92,7 @@ def test_a_cluster_that_is_not_understood_is_named() -> None:
         (["model.heads=3"], "model.heads = 3"),
         (["model.vocab=100"], "model.vocab = 100 is smaller than the tokenizer's 300"),
         (["plan.micro_batch=3"], "plan.micro_batch = 3"),
-        (["plan.expert=2"], "plan.expert = 2"),
+        (["plan.expert=2"], "expert = 2 re-uses the ranks of shard x context x tensor = 1"),
         (["plan.tensor=4"], "plan.tensor = 4 does not divide model.heads = 2"),
         (["plan.shard=3"], "train.global_batch = 8"),
         (["data.source=nosuch.txt"], "nosuch.txt"),

@@ -46,6 +46,7 @@ PLANS: list[dict[str, Any]] = [
     {"offload": ["activations"], "micro_batch": 4},
     {"offload": ["parameters"], "micro_batch": 4},
     {"offload": ALL, "recompute": "full"},
+    {"offload": ALL, "recompute": "selective", "recompute_every": 2},
     {"offload": ["optimizer"], "replicate": 2},
     {"offload": ["activations"], "shard": 2, "zero": 2},
     {"offload": ["parameters"], "tensor": 2},
@@ -120,7 +121,7 @@ def run_twice(world: World, keys: dict[str, Any], offload: list[str], precision:
     ("keys", "offload", "precision"),
     [
         ({"micro_batch": 4}, ["optimizer", "activations"], "bf16"),
-        ({"compile": True}, ["optimizer", "activations"], "fp32"),
+        ({"compile": True, "recompute": "selective"}, ["optimizer", "activations"], "fp32"),
         ({"shard": 2, "micro_batch": 4}, ALL, "bf16"),
         ({"shard": 2, "recompute": "full"}, ALL, "fp16"),
     ],

@@ -1,0 +1,225 @@
+"""What blocks keep and compute twice: counted by operator, with numbers that stay the same to the bit."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal.data.cut import MicroBatch, StepBatch
+from shoal.parallel.apply import parallelize
+from shoal.parallel.recompute import kind_of
+from shoal.plan import Plan
+from shoal.train.objective import NextToken, Supervised
+from shoal.train.optimizer import AdamW
+from shoal.train.step import Step
+from shoal.world import World
+from tests.ranks import run_ranks
+from tests.train import moe_toy
+from tests.train.toy import DEEP, OPTIMIZER, Record, build, global_batch, part_of, run_plan
+
+UNTIED = DEEP._replace(tied=False)
+FORWARD_MATMULS = 7 * DEEP.layers  # of blocks: query, key, value, output, gate, up, down
+
+
+def plan_of(**keys: Any) -> Plan:
+    return Plan.model_validate(keys)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the kinds of operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = kind_of(func)
+        if kind and not str(func.name()).endswith("backward"):
+            self.counts[kind] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(world: World, plan: Plan) -> Counter[str]:
+    """Operators of one step of the toy job with 4 blocks."""
+    model = parallelize(partial(build, UNTIED), plan, world, seed=7)
+    step = Step(model, NextToken(), OPTIMIZER, plan, world, total_steps=2)
+    step(part_of(global_batch(0), 0, plan, world.rank))  # sharded parameters are laid out anew at first
+    with Operators() as operators:
+        step(part_of(global_batch(1), 1, plan, world.rank))
+    return operators.counts
+
+
+@pytest.mark.parametrize(
+    ("keys", "matmuls", "attentions"),
+    [
+        (
+            {"recompute": "full"},
+            FORWARD_MATMULS - DEEP.layers,
+            DEEP.layers,
+        ),  # the last one's result is unused
+        ({"recompute": "selective"}, 0, 0),
+        (
+            {"recompute": "selective", "recompute_keep": ["attention"]},
+            FORWARD_MATMULS - DEEP.layers,
+            0,
+        ),
+        ({"recompute": "selective", "recompute_keep": ["matmul"]}, 0, DEEP.layers),
+        ({"recompute": "selective", "recompute_keep": []}, FORWARD_MATMULS - DEEP.layers, DEEP.layers),
+        (  # of seven, the second, fourth and sixth
+            {"recompute": "selective", "recompute_keep": ["attention", "every_second_matmul"]},
+            3 * DEEP.layers,
+            0,
+        ),
+        ({"recompute": "full", "recompute_every": 2}, (FORWARD_MATMULS - DEEP.layers) // 2, DEEP.layers // 2),
+        ({"recompute": "full", "recompute_every": 3}, 2 * 6, 2),  # blocks 0 and 3
+    ],
+    ids=lambda value: " ".join(f"{v}" for v in value.values()) if isinstance(value, dict) else "",
+)
+def test_a_block_computes_twice_what_it_did_not_keep(
+    keys: dict[str, Any], matmuls: int, attentions: int
+) -> None:
+    once = run_ranks(1, counted, Plan())[0]
+    assert once["matmul"] > FORWARD_MATMULS
+    counts = run_ranks(1, counted, plan_of(**keys))[0]
+    assert counts["matmul"] - once["matmul"] == matmuls
+    assert counts["attention"] - once["attention"] == attentions
+
+
+def test_reductions_of_a_tensor_axis_are_kept_and_gathers_made_again() -> None:
+    none, kept, again = (
+        run_ranks(2, counted, plan_of(tensor=2, recompute="selective", recompute_keep=keep))[0]
+        if keep is not None
+        else run_ranks(2, counted, plan_of(tensor=2))[0]
+        for keep in (None, ["communication", "attention", "matmul"], ["attention", "matmul"])
+    )
+    assert kept["communication"] == none["communication"] > 0
+    assert again["communication"] == none["communication"] + DEEP.layers  # attention's; the last is unused
+
+
+SELECTIVE: dict[str, dict[str, Any]] = {
+    "alone": {"micro_batch": 4},
+    "few kept": {"micro_batch": 4, "recompute_keep": ["every_second_matmul"]},
+    "bf16 casts": {"replicate": 2, "micro_batch": 4},
+    "shard": {"shard": 2, "micro_batch": 4},
+    "tensor": {"tensor": 2, "shard": 2, "recompute_keep": ["communication"]},
+    "context": {"context": 2},
+    "context by heads": {"context": 2, "context_by": "all_to_all"},
+    "pipeline": {"pipeline": 2, "micro_batch": 4, "recompute_every": 3},
+    "backward in two": {"pipeline": 2, "micro_batch": 4, "schedule": "zbv"},
+}
+
+
+@pytest.mark.parametrize("keys", SELECTIVE.values(), ids=SELECTIVE)
+def test_selective_recompute_changes_no_number(keys: dict[str, Any]) -> None:
+    precision = "bf16" if keys.get("replicate") else "fp64"
+    plain = plan_of(**{key: value for key, value in keys.items() if not key.startswith("recompute")})
+    right = run_ranks(plain.world_size, run_plan, plain, precision, OPTIMIZER, 3, UNTIED)
+    plan = plain.model_validate({**plain.model_dump(exclude_unset=True), "recompute": "selective", **keys})
+    records = run_ranks(plan.world_size, run_plan, plan, precision, OPTIMIZER, 3, UNTIED)
+    for record, expected in zip(records, right, strict=True):
+        assert record.losses == expected.losses
+        assert record.norms == expected.norms
+        for name, weight in record.weights.items():
+            assert torch.equal(weight, expected.weights[name]), name
+
+
+@pytest.mark.parametrize("keys", [{"shard": 2}, {"tensor": 2, "shard": 2}])
+def test_selective_recompute_goes_through_an_exchange_of_experts(keys: dict[str, Any]) -> None:
+    plan = plan_of(**keys, expert=2, micro_batch=4)
+    again = plan.model_copy(update={"recompute": "selective"})
+    right, found = (run_ranks(p.world_size, moe_toy.train, p) for p in (plan, again))
+    for record, expected in zip(found, right, strict=True):
+        assert (record.losses, record.norms) == (expected.losses, expected.norms)
+        for name, bias in record.biases.items():
+            assert torch.equal(bias, expected.biases[name]), name
+
+
+class InPlace(nn.Module):
+    """Blocks that change what a matrix multiplication gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def in_place(world: World, plan: Plan) -> float:
+    model = parallelize(InPlace, plan, world, seed=1)
+    step = Step(model, Supervised(square), AdamW(lr=1e-2), plan, world)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    return step(StepBatch(0, (MicroBatch((x, x.flip(0)), 0, 8),))).loss
+
+
+def test_a_kept_result_that_was_changed_in_place_is_refused() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"changes the result of aten.addmm.default in place.*recompute_keep"
+    ):
+        run_ranks(1, in_place, plan_of(recompute="selective"))
+    kept = run_ranks(1, in_place, Plan())[0]
+    assert run_ranks(1, in_place, plan_of(recompute="selective", recompute_keep=["attention"]))[0] == kept
+
+
+# Compiled
+
+
+FEW = UNTIED._replace(layers=2)
+COMPILED: dict[str, dict[str, Any]] = {
+    "blocks": {"compile": True, "recompute": "selective", "recompute_every": 2, "tensor": 2},
+    "whole, full": {"compile": "model", "recompute": "full", "replicate": 2},
+}
+
+
+class Compiled(NamedTuple):
+    """A run, the graphs that were compiled for it, and how many of them were found on disk."""
+
+    record: Record
+    graphs: int
+    found: int
+
+
+def run_and_count(world: World, plan: Plan, cache: str = "") -> Compiled:
+    if cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    counters.clear()
+    record = run_plan(world, plan, "fp64", OPTIMIZER, 3, FEW)
+    return Compiled(
+        record, counters["stats"]["unique_graphs"], counters["aot_autograd"]["autograd_cache_hit"]
+    )
+
+
+@pytest.mark.parametrize("keys", COMPILED.values(), ids=COMPILED)
+def test_what_is_compiled_computes_the_same(keys: dict[str, Any]) -> None:
+    right = run_ranks(1, run_plan, plan_of(), "fp64", OPTIMIZER, 3, FEW)[0]
+    plan = plan_of(**keys)
+    for record, graphs, _ in run_ranks(plan.world_size, run_and_count, plan, timeout=300):
+        assert graphs == (
+            1 if plan.compile == "model" else 2
+        )  # one for equal blocks, of which there are two kinds
+        # angles' sines are of fp32, and the compiler's are other ones: 1e-7 of what positions add to scores of about 1e-4
+        assert record.losses == pytest.approx(right.losses, rel=1e-10)
+        assert record.norms == pytest.approx(right.norms, rel=1e-9)
+
+
+def test_what_was_compiled_is_found_again_by_a_later_process(tmp_path: Path) -> None:
+    plan = plan_of(compile="model", recompute="selective", recompute_keep=["attention"])
+    first, second = (run_ranks(1, run_and_count, plan, str(tmp_path), timeout=300)[0] for _ in range(2))
+    assert (first.graphs, first.found) == (1, 0)
+    assert (second.graphs, second.found) == (1, 1)
+    assert second.record.losses == first.record.losses
