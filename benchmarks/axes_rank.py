@@ -159,5 +159,5 @@ def _figures(
         "mfu": round(rate * flops / peak, 4) if peak else None,
         "allocated_gib": round(allocated, 2),
         "reserved_gib": round(reserved, 2),
-        "losses": [round(loss, 4) for loss in losses],
+        "losses": losses,
     }

@@ -102,6 +102,8 @@ def annotation_text(annotation: Any) -> str:
         return " or ".join(annotation_text(argument) for argument in arguments if argument is not type(None))
     if origin is list:
         return f"list of {annotation_text(arguments[0])}"
+    if origin is tuple and Ellipsis in arguments:
+        return f"list of {annotation_text(arguments[0])}"
     if origin is tuple:
         return f"list of {len(arguments)} numbers"
     if origin is dict:

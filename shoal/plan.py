@@ -7,9 +7,9 @@ stay inside a node. Frozen, validated data that imports neither torch nor the re
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """Mesh axes in rank order, the slowest link first. `expert` re-uses ranks of shard, context and tensor: see `sharing`."""
@@ -19,6 +19,9 @@ Kept = Literal["attention", "communication", "matmul", "every_second_matmul"]
 """Results of operators that selective recompute can keep."""
 
 KEPT: tuple[Kept, ...] = ("attention", "communication", "matmul")
+
+Offloaded = Literal["parameters", "optimizer", "activations"]
+"""What can be in host memory while the device does not need it."""
 
 _STAGES = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}
 
@@ -87,6 +90,22 @@ class Plan(BaseModel):
         description='torch.compile each block, or with "model" the whole as one graph, which needs a plan of copies alone; left '
         "out: blocks, on GPUs, where the schedule allows it",
     )
+    offload: tuple[Offloaded, ...] = Field(
+        (),
+        strict=False,  # TOML has lists
+        description="kept in host memory while not in use: parameters (masters and gradients), optimizer (its moments), "
+        "activations (what blocks keep for backward)",
+    )
+
+    @field_validator("offload", mode="before")
+    @classmethod
+    def _as_words(cls, value: Any) -> Any:
+        """A word, or words with commas between them, stand for a list: `plan.offload=optimizer,activations`."""
+        if not isinstance(value, str):
+            return value
+        if value.strip() in ("", "none"):
+            return ()
+        return tuple(word.strip() for word in value.split(","))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -121,6 +140,7 @@ class Plan(BaseModel):
                 f"{self.virtual_stages}; leave it out, or use interleaved_1f1b, looped_bfs or interleaved_zero_bubble"
             )
         self._check_recompute()
+        self._check_offload()
         if self.compile and self.pipeline > 1 and self.splits_backward:
             raise ValueError(
                 f"schedule = {self.schedule!r} computes gradients of activations and of parameters at different times, and a "
@@ -132,6 +152,15 @@ class Plan(BaseModel):
                 "between its blocks; use compile = true, or a plan with replicate alone"
             )
         return self
+
+    def _check_offload(self) -> None:
+        if twice := {word for word in self.offload if self.offload.count(word) > 1}:
+            raise ValueError(f"offload names {', '.join(sorted(twice))} twice; once is enough")
+        if self.compile == "model" and {"parameters", "activations"} & set(self.offload):
+            raise ValueError(
+                'compile = "model" makes one graph of a whole model, and parameters and activations in host memory move between '
+                'its blocks; use compile = true, or offload = ["optimizer"] alone'
+            )
 
     def _check_recompute(self) -> None:
         if self.recompute != "selective" and self.recompute_keep != KEPT:
@@ -154,8 +183,11 @@ class Plan(BaseModel):
 
     @property
     def zero_stage(self) -> int:
-        """The ZeRO stage in force: 0 with nothing to shard; 3 unless said otherwise, and with a pipeline 1."""
-        if self.cut == 1:
+        """The ZeRO stage in force: 0 with nothing to shard; 3 unless said otherwise, and with a pipeline 1.
+
+        Parameters that are in host memory are brought and freed by the same stages, whether they are cut or not.
+        """
+        if self.cut == 1 and "parameters" not in self.offload:
             return 0
         return self.zero if self.zero is not None else 1 if self.pipeline > 1 else 3
 
@@ -192,8 +224,8 @@ class Plan(BaseModel):
 
     @property
     def only_copies(self) -> bool:
-        """Whether every rank holds the whole model."""
-        return self.world_size == self.replicate
+        """Whether every rank holds the whole model on its device."""
+        return self.world_size == self.replicate and "parameters" not in self.offload
 
     @property
     def world_size(self) -> int:
@@ -245,6 +277,8 @@ class Plan(BaseModel):
                 text += f" (keep {', '.join(self.recompute_keep) or 'nothing'})"
             if self.recompute_every > 1:
                 text += f" in every {ordinal(self.recompute_every)} block"
+        if self.offload:
+            text += f", {' and '.join(self.offload)} in host memory"
         return text + (
             ", compiled as a whole" if self.compile == "model" else ", compiled" if self.compile else ""
         )

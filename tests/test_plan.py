@@ -78,6 +78,9 @@ def test_zero_is_3_unless_said_and_0_with_nothing_to_shard(keys: dict[str, Any],
         ({"zero": 0, "shard": 2}, "zero = 0 cuts nothing, but shard = 2; use zero = 1, 2 or 3"),
         ({"zero": 4}, "0, 1, 2 or 3"),
         ({"tensor": 0}, "greater than or equal to 1"),
+        ({"offload": ["gradients"]}, "'parameters', 'optimizer' or 'activations'"),
+        ({"offload": ["optimizer", "optimizer"]}, "offload names optimizer twice"),
+        ({"offload": ["activations"], "compile": "model"}, "move between its blocks; use compile = true"),
         ({"recompute": "half"}, "'none', 'full' or 'selective'"),
         ({"recompute_every": 2}, 'recompute_every = 2 but recompute = "none"'),
         ({"recompute": "full", "recompute_keep": ("matmul",)}, "leave it out"),
@@ -122,6 +125,17 @@ def test_blocks_are_compiled_on_gpus_where_the_schedule_allows_it(
 )
 def test_a_plan_says_degrees_when_one_is_given_even_if_it_is_1(keys: dict[str, Any], says: bool) -> None:
     assert Plan.model_validate(keys).says_degrees is says
+
+
+def test_offload_is_a_list_of_kinds_or_words_with_commas() -> None:
+    assert Plan.model_validate({"offload": ["optimizer"]}).offload == ("optimizer",)
+    assert Plan.model_validate({"offload": "optimizer, activations"}).offload == ("optimizer", "activations")
+    assert Plan.model_validate({"offload": "none"}).offload == ()
+    plan = Plan(offload=("parameters",))
+    assert plan.describe() == "one device, parameters in host memory"
+    assert not plan.only_copies and plan.zero_stage == 3
+    assert Plan(offload=("parameters",), zero=1).zero_stage == 1
+    assert Plan(offload=("optimizer", "activations")).only_copies
 
 
 def test_one_phrase_tells_all_that_differs_from_one_device() -> None:

@@ -13,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.job import Precision
 from shoal.parallel.initialise import InitParameter, build, initialiser_of, is_meta, materialise
+from shoal.parallel.offload import offload_activations
 from shoal.parallel.precision import types_of
 from shoal.parallel.recompute import recomputed_blocks
 from shoal.parallel.replicate import apply_replicate
-from shoal.parallel.shard import apply_shard, is_cut, shard_experts
+from shoal.parallel.shard import apply_shard, is_cut, masters_device, shard_experts
 from shoal.parallel.spread import apply_axes, remember, spread_of
 from shoal.parallel.units import find_units
 from shoal.parallel.wrap import wrap_forwards
@@ -60,13 +61,16 @@ def parallelize(
     there = set(built.modules())
     units = [unit for unit in units if unit.module in there]
     wrap_forwards(built, units, again, plan, types, world.device, apart=spread.experts)
+    if "activations" in plan.offload:
+        offload_activations((unit.module for unit in units), world.device)
     if spread.experts:
         shard_experts(spread.experts, plan, world.expert_mesh(plan), types)
     for root in () if plan.only_copies else spread.roots or (built,):
         apply_shard(root, units, plan, mesh, types, cast_unit_inputs=cast_unit_inputs)
     init_parameter = initialiser_of(built)
     if is_meta(built):
-        materialise(built, _required(init_parameter, built), world.device, seed)
+        masters = masters_device(plan, world.device)
+        materialise(built, _required(init_parameter, built), world.device, masters, seed)
     _move_rest(built, plan, world.device)
     remember(built, spread)
     if not plan.only_copies:

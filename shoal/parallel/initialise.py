@@ -83,14 +83,22 @@ def is_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def materialise(model: nn.Module, init_parameter: InitParameter, device: torch.device, seed: int) -> None:
-    """Give a meta model storage on `device` and the initial weights of `seed`, sharded parameters their part.
+def materialise(
+    model: nn.Module, init_parameter: InitParameter, device: torch.device, masters: torch.device, seed: int
+) -> None:
+    """Give a meta model storage and the initial weights of `seed`, sharded parameters their part.
 
     Buffers that are not on the meta device keep their values.
+
+    Args:
+        device: of the buffers, which compute their values on it. masters: of the parameters.
     """
     ties = tied_names(model)
     buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
-    model.to_empty(device=device)
+    model.to_empty(device=masters)
+    for module in model.modules() if masters != device else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device=device)
     _tie(model, ties)  # to_empty gives each use of a tied parameter storage of its own
     for name, buffer in buffers.items():
         model.get_buffer(name).copy_(buffer)
@@ -179,6 +187,10 @@ def whole_tensor(x: Tensor) -> Tensor:
     """The whole of a plain or sharded tensor, on every rank. Collective: axis by axis, the last to be cut first."""
     if not isinstance(x, DTensor):
         return x
+    if x.device.type != x.device_mesh.device_type:  # ranks exchange what is on their devices
+        x = DTensor.from_local(
+            x.to_local(), x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+        )
     placements: list[Any] = list(x.placements)
     for axis in range(len(placements)):
         placements[axis] = Replicate()

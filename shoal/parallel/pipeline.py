@@ -158,7 +158,7 @@ class Pipeline:
         for tie in self.ties:
             if tie.name not in gradients:  # frozen
                 continue
-            mine = gradients[tie.name]
+            mine = gradients[tie.name].to(self.device)  # it may be in host memory
             theirs = torch.empty_like(mine)
             works = dist.batch_isend_irecv(
                 [
@@ -168,7 +168,7 @@ class Pipeline:
             )
             for work in works:
                 work.wait()
-            mine += theirs
+            gradients[tie.name].copy_(mine.add_(theirs))
 
 
 def _same(output: Tensor, target: Tensor) -> Tensor:

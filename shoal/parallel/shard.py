@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from shoal.parallel.precision import Types
@@ -54,6 +60,7 @@ def apply_shard(
             mesh=axes,
             reshard_after_forward=plan.zero_stage == 3,
             mp_policy=_policy(types, cast_unit_inputs),
+            offload_policy=_place_of_masters(plan, mesh),
             ignored_params=keep,
             shard_placement_fn=placed,
         )
@@ -62,6 +69,7 @@ def apply_shard(
         mesh=axes,
         reshard_after_forward=False,
         mp_policy=_policy(types, True),
+        offload_policy=_place_of_masters(plan, mesh),
         ignored_params=keep,
         shard_placement_fn=placed,
     )
@@ -87,8 +95,20 @@ def shard_experts(modules: Iterable[nn.Module], plan: Plan, mesh: DeviceMesh, ty
             mesh=axes,
             reshard_after_forward=plan.zero_stage == 3,
             mp_policy=_policy(types, False),
+            offload_policy=_place_of_masters(plan, mesh),
             shard_placement_fn=_placement_over(mesh["shard"].size()),
         )
+
+
+def masters_device(plan: Plan, device: torch.device) -> torch.device:
+    """Where masters and gradients are between uses."""
+    return torch.device("cpu") if "parameters" in plan.offload else device
+
+
+def _place_of_masters(plan: Plan, mesh: DeviceMesh) -> OffloadPolicy:
+    """On a CPU masters are in host memory as it is, and torch's policy asks for an accelerator."""
+    on_host = masters_device(plan, torch.device(mesh.device_type)).type != mesh.device_type
+    return CPUOffloadPolicy() if on_host else OffloadPolicy()
 
 
 def _placement_over(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
@@ -129,10 +149,17 @@ def sum_whole_gradients(parameters: Iterable[nn.Parameter], groups: Iterable[dis
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters, so that the model's own are the masters again: what is saved, hashed and updated."""
+    """Free gathered parameters, so that the model's own are the masters again: what is saved, hashed and updated.
+
+    Masters in host memory are waited for, so that the host can read them.
+    """
     for module in (*model.modules(), *model.__dict__.get("_shoal_roots", ())):
         if isinstance(module, FSDPModule):
             module.reshard()
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and parameter.device.type != parameter.device_mesh.device_type:
+            torch.accelerator.current_stream().synchronize()
+            break
 
 
 def _policy(types: Types, cast_inputs: bool) -> MixedPrecisionPolicy:

@@ -7,6 +7,7 @@ spares the dispatch of a DTensor operation for each parameter.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from shoal.job import Optimizer
 from shoal.parallel.replicate import core
+from shoal.train.fused import kinds, make, update
+from shoal.train.streamed import Streamed
 
 
 def AdamW(**settings: Any) -> Optimizer:  # noqa: N802 - reads like torch's
@@ -33,19 +36,39 @@ def SGD(**settings: Any) -> Optimizer:  # noqa: N802 - reads like torch's
 
 
 class LocalOptimizer:
-    """A torch optimizer over the local parts of a model's trainable parameters."""
+    """A torch optimizer over the local parts of a model's trainable parameters.
 
-    def __init__(self, model: nn.Module, settings: Optimizer) -> None:
+    Args:
+        offload: what is in host memory between steps, of "parameters" and "optimizer".
+        device: where updates are computed; left out, where the parameters are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Optimizer,
+        *,
+        offload: Collection[str] = (),
+        device: torch.device | None = None,
+    ) -> None:
         self.settings = settings
         self.parameters = {name: p for name, p in core(model).named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("the model has no trainable parameter; set requires_grad on those to be trained")
         self._locals = {name: nn.Parameter(local(p)) for name, p in self.parameters.items()}
-        self.torch = _make(settings, self.parameters, self._locals)
-        if settings.name == "sgd":
-            # fused SGD takes its momentum from uninitialised memory if its very first step is one that is skipped
-            for name in self.parameters:
-                self._state_of(name)
+        moments, masters = "optimizer" in offload and bool(kinds(settings)), "parameters" in offload
+        self._update = (
+            Streamed(
+                settings,
+                self.parameters,
+                self._locals,
+                device or next(iter(self._locals.values())).device,
+                moments=moments,
+                bring_all=masters and (device is None or device.type == "cpu"),
+            )
+            if moments or masters
+            else AtOnce(settings, self.parameters, self._locals)
+        )
 
     @torch.no_grad()
     def take_gradients(self) -> dict[str, Tensor]:
@@ -72,20 +95,10 @@ class LocalOptimizer:
             if part.grad is not None
         }
 
+    @torch.no_grad()
     def step(self, lr: float, divide_by: Tensor, skip: Tensor) -> None:
-        """Update with gradients divided by `divide_by`, or do nothing where `skip` is 1; no wait for the device.
-
-        `grad_scale` and `found_inf` are how torch's GradScaler talks to fused optimizers.
-        """
-        for group in self.torch.param_groups:
-            group["lr"] = lr
-        if divide_by.dtype == torch.float64:  # fused kernels read the scale as fp32, which would round it
-            for part in self._locals.values():
-                part.grad = part.grad / divide_by if part.grad is not None else None
-            divide_by = torch.ones_like(divide_by)
-        self.torch.grad_scale = divide_by.float()  # pyrefly: ignore[missing-attribute]
-        self.torch.found_inf = skip.float()  # pyrefly: ignore[missing-attribute]
-        self.torch.step()
+        """Update with gradients divided by `divide_by`, or do nothing where `skip` is 1; no wait for the device."""
+        self._update.step(lr, divide_by, skip)
         for part in self._locals.values():
             part.grad = None
 
@@ -101,26 +114,38 @@ class LocalOptimizer:
         """Every state tensor by `parameter.kind`, shaped and sharded like its parameter; all zero before the first step."""
         found: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
-            for kind, value in self._state_of(name).items():
+            for kind, value in self._update.state_of(name).items():
                 found[f"{name}.{kind}"] = _like(value, parameter)
         return found
 
-    def _state_of(self, name: str) -> dict[str, Tensor]:
-        part = self._locals[name]
-        state = self.torch.state[part]
+
+class AtOnce:
+    """One torch optimizer over parts that are all on the device, with its state."""
+
+    def __init__(
+        self, settings: Optimizer, parameters: Mapping[str, nn.Parameter], parts: Mapping[str, nn.Parameter]
+    ) -> None:
+        self._settings, self._parts = settings, parts
+        self._torch = make(settings, parameters, parts)
+        if settings.name == "sgd":
+            # fused SGD takes its momentum from uninitialised memory if its very first step is one that is skipped
+            for name in parts:
+                self.state_of(name)
+
+    def step(self, lr: float, divide_by: Tensor, skip: Tensor) -> None:
+        """As `fused.update`, of the gradients that parts have."""
+        update(self._torch, lr, divide_by, skip)
+
+    def state_of(self, name: str) -> dict[str, Tensor]:
+        """The state of a part, in place."""
+        part = self._parts[name]
+        state = self._torch.state[part]
         if not state:
-            for kind in _kinds(self.settings):
+            for kind in kinds(self._settings):
                 state[kind] = torch.zeros_like(part)
-            if self.settings.name == "adamw":
+            if self._settings.name == "adamw":
                 state["step"] = torch.zeros((), dtype=torch.float32, device=part.device)
         return {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
-
-
-def _kinds(settings: Optimizer) -> tuple[str, ...]:
-    """State tensors that are shaped like their parameter."""
-    if settings.name == "adamw":
-        return ("exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",) if settings.momentum else ()
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -135,6 +160,8 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
     """A local state tensor as the whole it is a part of."""
     if not isinstance(parameter, DTensor) or (value.dim() == 0 and parameter.dim() > 0):
         return value
+    if value.device.type != parameter.device_mesh.device_type:  # from_local would move it out of host memory
+        return DTensor(value, parameter._spec, requires_grad=False)
     return DTensor.from_local(
         value,
         parameter.device_mesh,
@@ -142,21 +169,4 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
         run_check=False,
         shape=parameter.shape,
         stride=parameter.stride(),
-    )
-
-
-def _make(
-    settings: Optimizer, parameters: dict[str, nn.Parameter], parts: dict[str, nn.Parameter]
-) -> torch.optim.Optimizer:
-    decayed = [parts[name] for name, parameter in parameters.items() if parameter.dim() >= 2]
-    plain = [parts[name] for name, parameter in parameters.items() if parameter.dim() < 2]
-    groups = [
-        {"params": group, "weight_decay": decay}
-        for group, decay in ((decayed, settings.weight_decay), (plain, 0.0))
-        if group
-    ]
-    if settings.name == "adamw":
-        return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
-    return torch.optim.SGD(
-        groups, lr=settings.lr, momentum=settings.momentum, nesterov=settings.nesterov, fused=True
     )

@@ -145,7 +145,7 @@ class Step:
                 f"schedule = {optimizer.schedule!r} ends with the last step: give Step(..., total_steps=...)"
             )
         self.model, self.objective, self.plan, self.world = model, objective, plan, world
-        self.optimizer = LocalOptimizer(model, optimizer)
+        self.optimizer = LocalOptimizer(model, optimizer, offload=plan.offload, device=world.device)
         self._spread = spread_of(model)
         self._balance = Balance(model, self._spread.token_groups)
         self._total_steps, self._seed, self._on_phase = total_steps or 1, seed, on_phase
@@ -282,7 +282,7 @@ class Step:
         total = torch.zeros((), dtype=self._sum_type, device=self.world.device)
         for copies in sorted(set(self._copies)):
             parts = [part for part, held in zip(gradients, self._copies, strict=True) if held == copies]
-            total += sum_of_squares(parts).to(total.dtype) / copies
+            total += sum_of_squares(parts, self.world.device).to(total.dtype) / copies
         return total
 
     def _copies_of(self, name: str, parameter: Tensor) -> int:
@@ -314,13 +314,16 @@ def seed_device(device: torch.device, seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
 
-def sum_of_squares(parts: list[Tensor]) -> Tensor:
-    """Over all elements of all tensors.
+def sum_of_squares(parts: list[Tensor], device: torch.device) -> Tensor:
+    """Over all elements of all tensors, computed on `device`, wherever they are.
 
     On a CPU row by row and then in fp64: one long fp32 sum, as a whole tensor's norm is there, is off by 1e-6.
     """
-    if parts[0].is_cuda:
+    if device.type == "cuda" and all(part.is_cuda for part in parts):
         return nn.utils.get_total_norm(parts).square()
+    if device.type == "cuda":  # by the same kernels, one at a time: together they may not fit
+        norms = [torch._foreach_norm([part.to(device, non_blocking=True)])[0] for part in parts]
+        return torch.linalg.vector_norm(torch.stack(norms)).square()
     rows = [torch.linalg.vector_norm(part, dim=-1).reshape(-1) for part in parts]
     return torch.cat(rows).double().square_().sum()
 
