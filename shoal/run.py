@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -121,8 +122,8 @@ class Run:
         try:
             for folder in (self.path, self.ranks, self.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path / ".writable", "")
-            (self.path / ".writable").unlink()
+            with tempfile.TemporaryFile(dir=self.path) as file:  # each rank tries a file of its own
+                file.write(b"1")
         except OSError as error:
             raise ValueError(
                 f"run.dir = {str(self.path)!r} cannot be written: {error}; choose another run.dir"

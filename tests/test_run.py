@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -139,3 +140,10 @@ def test_setting_aside_keeps_everything_and_numbers_the_folders(tmp_path: Path) 
         assert not run.events_file.exists() and not any(run.checkpoints.iterdir())
         kept = run.path / f"earlier-{number}"
         assert {path.name for path in kept.iterdir()} == {"events.jsonl", "job.toml", "checkpoints"}
+
+
+def test_ranks_may_create_one_run_directory_at_once(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: run.create(), range(400)))
+    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "ranks"]

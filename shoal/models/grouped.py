@@ -24,6 +24,11 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """
     if _has_kernel(x, weight):
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
+    return _one_by_one(x, weight, counts)
+
+
+@torch.compiler.disable  # numbers of rows would be compiled in, and be others in the next step
+def _one_by_one(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     parts = x.split(counts.tolist())
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight.unbind(0), strict=True)])
 

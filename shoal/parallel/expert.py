@@ -55,7 +55,8 @@ def apply_expert(model: nn.Module, plan: Plan, mesh: DeviceMesh, layout: Layout)
                 part = distribute_tensor(parameter.detach(), axis, [Shard(0)], src_data_rank=None)
                 owner.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
                 use_as(owner, name, local_part)
-        forward = with_local_parameters(module.forward, list(module.modules()))
+        forward = _compiled(module.forward) if plan.compiles(mesh.device_type) else module.forward
+        forward = with_local_parameters(forward, list(module.modules()))
         module.forward = _exchanged(forward, axis.get_group())
     return list(found.values())
 
@@ -87,10 +88,25 @@ def _require_divisible(path: str, parameter: nn.Parameter, plan: Plan) -> None:
         )
 
 
+def _compiled(forward: GroupedForward) -> GroupedForward:
+    """An experts' forward that is compiled once for any number of rows."""
+    compiled = torch.compile(forward)
+
+    @wraps(forward)
+    def run(x: Tensor, counts: Tensor) -> Tensor:
+        # else the first number of rows is compiled in, and after that a changing one; torch documents mark_dynamic, which
+        # refuses 0 and 1 rows
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        return compiled(x, counts)
+
+    return run
+
+
 def _exchanged(forward: GroupedForward, group: dist.ProcessGroup) -> GroupedForward:
     """An experts' forward for rows of all experts, of which this rank has some."""
 
     @wraps(forward)
+    @torch.compiler.disable  # numbers of rows would be compiled in, and be others in the next step
     def run(x: Tensor, counts: Tensor) -> Tensor:
         mine = counts.view(group.size(), -1)  # (ranks, experts of each): rows from here
         theirs = all_to_all(mine, 0, 0, group)  # (ranks, experts here): rows from each rank
