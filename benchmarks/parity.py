@@ -1,6 +1,7 @@
-"""Every axis and combination of axes against one device: the table of docs/parity.md.
+"""Every axis and combination of axes against one device, dense and with experts: the table of docs/parity.md.
 
-    python benchmarks/parity.py --out DIR [--ranks 2,4,8] [--steps 20] [--precisions fp32,bf16] [--repeat N]
+    python benchmarks/parity.py --out DIR [--ranks 2,4,8] [--steps 20] [--precisions fp32,bf16] [--models dense,moe]
+    python benchmarks/parity.py --out DIR --repeat 50
 
 DIR/parity.json and DIR/parity.md are written. `--repeat N` instead compares a few plans under N seeds and counts how often
 right code is accused.
@@ -12,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -20,99 +22,123 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from shoal.config import Settings, load
 from shoal.plan import AXES, Plan
 from shoal.run import write_whole
-from shoal.verify.run import Verdict, every_plan, verify
+from shoal.verify.compare import SLACK
+from shoal.verify.run import Verdict, ends_and_experts, every_plan, verify
 
 JOB = Path(__file__).resolve().parents[1] / "examples" / "quickstart.toml"
-FEW = (Plan(tensor=2), Plan(context=2), Plan(pipeline=2), Plan(shard=2), Plan(replicate=2))
-MOST_ZERO = 3
+MODELS = {"dense": (), "moe": ("model.family=moe", "model.preset=8x5m")}
+FEW = {
+    "dense": (Plan(tensor=2), Plan(context=2), Plan(pipeline=2), Plan(shard=2), Plan(replicate=2)),
+    "moe": (Plan(shard=2, expert=2), Plan(tensor=2, expert=2), Plan(replicate=2)),
+}
+SAVING: tuple[dict[str, Any], ...] = (
+    {"recompute": "full"},
+    {"recompute": "selective"},
+    {"recompute": "selective", "recompute_keep": ("every_second_matmul",), "recompute_every": 2},
+    {"offload": ("optimizer",)},
+    {"offload": ("activations",)},
+    {"offload": ("parameters", "optimizer", "activations"), "recompute": "full"},
+)
+"""What is traded for memory, tried with the axes in turn."""
 
 
 def main() -> int:
     """1 if any plan differs."""
+    options = _options()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.repeat:
+        return repeat(options.repeat, options.out)
+    rows: list[dict[str, Any]] = []
+    for model, precision, ranks in product(
+        options.models.split(","), options.precisions.split(","), map(int, options.ranks.split(","))
+    ):
+        settings = load(JOB, [*MODELS[model], f"train.precision={precision}"])
+        began = time.monotonic()
+        plans = chosen(settings, ranks)
+        verdicts = verify(settings, plans, steps=options.steps)
+        rows += [row(verdict, model, precision) for verdict in verdicts]
+        took = time.monotonic() - began
+        accused = sum(not verdict.same for verdict in verdicts)
+        print(f"{model}, {precision}, {ranks} ranks: {len(plans)} plans in {took:.0f} s, {accused} differ")
+        sys.stdout.flush()
+        write_whole(options.out / "parity.json", json.dumps(rows, indent=1))
+        write_whole(options.out / "parity.md", page(rows, options.steps))
+    return int(not all(entry["same"] for entry in rows))
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--precisions", default="fp32,bf16")
+    parser.add_argument("--models", default="dense,moe")
     parser.add_argument("--repeat", type=int, default=0)
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    if options.repeat:
-        return repeat(options.repeat, options.out)
-    rows: list[dict[str, Any]] = []
-    for precision in options.precisions.split(","):
-        for ranks in map(int, options.ranks.split(",")):
-            settings = load(JOB, [f"train.precision={precision}"])
-            began = time.monotonic()
-            plans = list(chosen(ranks))
-            verdicts = verify(settings, plans, print, steps=options.steps)
-            rows += [row(verdict, precision) for verdict in verdicts]
-            print(
-                f"{precision}, {ranks} ranks: {len(plans)} plans in {time.monotonic() - began:.0f} s",
-                flush=True,
-            )
-            write_whole(options.out / "parity.json", json.dumps(rows, indent=1))
-            write_whole(options.out / "parity.md", page(rows, options.steps))
-    return int(not all(entry["same"] for entry in rows))
+    return parser.parse_args()
 
 
-def chosen(ranks: int) -> list[Plan]:
-    """All plans of 2 ranks; of more ranks those with the usual choices: each product of degrees once, and ZeRO in turn."""
+def chosen(settings: Settings, ranks: int) -> list[Plan]:
+    """All plans of 2 ranks, also with what saves memory; of more ranks each product of degrees once, other keys in turn."""
+    kinds: dict[tuple[int, ...], list[Plan]] = {}
+    for plan in every_plan(ranks, **ends_and_experts(settings)):
+        kinds.setdefault(tuple(getattr(plan, axis) for axis in (*AXES, "expert")), []).append(plan)
     if ranks == 2:
-        return list(every_plan(ranks, tied=True))
-    found: dict[tuple[int, ...], Plan] = {}
-    for plan in every_plan(ranks, tied=True):
-        degrees = tuple(getattr(plan, axis) for axis in AXES)
-        taken = found.setdefault(degrees, plan)
-        if taken.zero == 1 and plan.zero == len(found) % MOST_ZERO + 1:
-            found[degrees] = plan
-    return list(found.values())
+        return [plan for plans in kinds.values() for plan in plans] + [
+            Plan.model_validate({axis: 2, **more}) for axis, more in zip(cycle(AXES), SAVING, strict=False)
+        ]
+    # 7 has no divisor in common with the numbers of choices, so that all of them get their turn
+    return [plans[7 * number % len(plans)] for number, plans in enumerate(kinds.values())]
 
 
-def row(verdict: Verdict, precision: str) -> dict[str, Any]:
+def row(verdict: Verdict, model: str, precision: str) -> dict[str, Any]:
     """A line of the table."""
     found = verdict.comparison
-    line: dict[str, Any] = {"plan": verdict.plan.describe(), "precision": precision, "same": verdict.same}
+    plan = verdict.plan.describe()
+    line: dict[str, Any] = {"model": model, "plan": plan, "precision": precision, "same": verdict.same}
     if found is None:
         return line | {"problem": verdict.problem}
     errors = {"loss": found.loss, "norm": found.norm, "gradient": found.gradient, "weights": found.weights}
-    return line | errors | {"worst": found.worst, "first": found.first.describe() if found.first else None}
+    more = {"worst": found.worst, "first": found.first.describe() if found.first else None}
+    return line | errors | {"closest": round(found.closest, 3)} | more
 
 
 def page(rows: list[dict[str, Any]], steps: int) -> str:
     """The table as Markdown."""
+    most = max(entry.get("closest", 0.0) for entry in rows)
     lines = [
         "# Parity",
         "",
         f"`python benchmarks/parity.py --out DIR --steps {steps}`: the largest relative errors of {steps} steps against one",
-        "device in fp64, of a small Llama with grouped heads and tied ends. What is allowed is in [verify.md](verify.md); "
-        f"{sum(entry['same'] for entry in rows)} of {len(rows)} are within it.",
+        "device in fp64, of a small Llama and a small mixture of experts with grouped heads and tied ends. What is allowed is",
+        f"in [verify.md](verify.md); {sum(entry['same'] for entry in rows)} of {len(rows)} are within it, and the largest error "
+        f"is {most:.2f} of what is allowed.",
         "",
-        "| precision | plan | loss | gradient norm | worst gradient | weights | within |",
-        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+        "| model | precision | plan | loss | gradient norm | worst gradient | weights | within |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
     ]
     for entry in rows:
         errors = " | ".join(
             f"{entry[name]:.0e}" if name in entry else "" for name in ("loss", "norm", "gradient", "weights")
         )
-        lines.append(
-            f"| {entry['precision']} | {entry['plan']} | {errors} | {'yes' if entry['same'] else 'NO'} |"
-        )
+        said = f"{entry['model']} | {entry['precision']} | {entry['plan']}"
+        lines.append(f"| {said} | {errors} | {'yes' if entry['same'] else 'NO'} |")
     return "\n".join(lines) + "\n"
 
 
 def repeat(times: int, out: Path) -> int:
     """Compare right code again and again, each time with other weights and data."""
     accused: list[str] = []
-    count = 0
+    ratios: list[float] = []
     for seed in range(times):
-        for precision in ("fp32", "bf16"):
-            settings: Settings = load(JOB, [f"train.seed={seed}", f"train.precision={precision}"])
-            verdicts = verify(settings, FEW)
-            count += len(verdicts)
-            accused += [f"seed {seed}, {precision}: {verdict}" for verdict in verdicts if not verdict.same]
-        print(f"seed {seed}: {len(accused)} of {count} accused", flush=True)
-        write_whole(out / "repeat.json", json.dumps({"compared": count, "accused": accused}, indent=1))
+        for (model, plans), precision in product(FEW.items(), ("fp32", "bf16")):
+            settings = load(JOB, [*MODELS[model], f"train.seed={seed}", f"train.precision={precision}"])
+            for verdict in verify(settings, plans):
+                ratios.append(verdict.comparison.closest * SLACK if verdict.comparison else float("inf"))
+                if not verdict.same:
+                    accused.append(f"{model}, seed {seed}, {precision}: {verdict}")
+        found = {"compared": len(ratios), "largest_ratio": max(ratios), "accused": accused}
+        print(f"seed {seed}: {len(accused)} of {len(ratios)} accused, ratio {max(ratios):.2f}", flush=True)
+        write_whole(out / "repeat.json", json.dumps(found, indent=1))
     return int(bool(accused))
 
 

@@ -31,15 +31,13 @@ def verify(
     from shoal.cli.show import fail, stdout_on_stderr
     from shoal.config import load
     from shoal.launch.ready import complete_plan, which_cluster
-    from shoal.models.presets import resolve
-    from shoal.verify.run import every_plan, verify
+    from shoal.verify.run import ends_and_experts, every_plan, verify
 
     settings = load(job, overrides or [])
     console = Console(highlight=False, soft_wrap=True, stderr=as_json)
     try:
         if every:
-            tied = settings.model.family == "llama" and resolve(settings.model, settings.data.vocab).tied
-            plans = list(every_plan(every, tied=tied))
+            plans = list(every_plan(every, **ends_and_experts(settings)))
         else:
             plan = settings.plan
             plans = [plan if plan and plan.says_degrees else complete_plan(settings, which_cluster(settings))]

@@ -12,11 +12,13 @@ DeepSeek-AI 2024 (DualPipe, arXiv:2412.19437).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -68,6 +70,22 @@ class Stage(nn.Module):
         if self.run is None:
             raise RuntimeError("a pipeline's stage runs as part of a step")
         return self.run(x, micro)
+
+
+class _Stage(PipelineStage):
+    """torch's, which asks for the gradients of a stage's weights one group after the other, and runs recomputed blocks once for
+    each; in one group of backward passes they are run once for all.
+    """
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with _recomputing_once():
+            return super().backward_weight_one_chunk(*args, **kwargs)
+
+
+def _recomputing_once() -> AbstractContextManager[object]:
+    """Older torch has no such group, and recomputes more often."""
+    group = getattr(torch.utils.checkpoint, "GraphExecGroup", None)
+    return group() if group else nullcontext()
 
 
 class Tie(NamedTuple):
@@ -141,7 +159,7 @@ class Pipeline:
         key = (micro_batches, train)
         if key not in self._schedules:
             stages: list[Any] = [
-                PipelineStage(stage, stage.index, self.num_stages, self.device, group=self.group)
+                _Stage(stage, stage.index, self.num_stages, self.device, group=self.group)
                 for stage in self.stages
             ]
             kind = self.plan.schedule

@@ -55,7 +55,8 @@ def recomputed(
         contexts = partial(_selective_compiled, plan.recompute_keep)
         contexts.cache_hash = str(plan.recompute_keep)  # pyrefly: ignore[missing-attribute] - torch's cache on disk asks for it
     else:
-        contexts = partial(_selective_eager, plan.recompute_keep, block)
+        once = not (plan.pipeline > 1 and plan.splits_backward)
+        contexts = partial(_selective_eager, plan.recompute_keep, block, once=once)
     return wraps(forward)(partial(checkpoint, forward, use_reentrant=False, context_fn=contexts))
 
 
@@ -98,9 +99,9 @@ def _full(block: nn.Module) -> Contexts:
     return nullcontext(), _BuffersKept(block)
 
 
-def _selective_eager(keep: tuple[Kept, ...], block: nn.Module) -> Contexts:
+def _selective_eager(keep: tuple[Kept, ...], block: nn.Module, *, once: bool) -> Contexts:
     kept: Results = {}
-    return _Keep(_Choice(keep), kept), _BuffersKept(block, _Reuse(kept))
+    return _Keep(_Choice(keep), kept), _BuffersKept(block, _Reuse(kept, once=once))
 
 
 def _selective_compiled(keep: tuple[Kept, ...]) -> Contexts:
@@ -139,11 +140,15 @@ class _Keep(TorchDispatchMode):
 
 
 class _Reuse(TorchDispatchMode):
-    """Gives what was kept instead of computing it; each result once, so that it is freed then."""
+    """Gives what was kept instead of computing it.
 
-    def __init__(self, kept: Results) -> None:
+    Args:
+        once: a backward passes once, so that a result can be freed when it is given.
+    """
+
+    def __init__(self, kept: Results, *, once: bool) -> None:
         super().__init__()
-        self._kept = kept
+        self._kept, self._once = kept, once
         self._seen: Counter[Any] = Counter()
 
     def __enter__(self) -> Self:
@@ -153,7 +158,8 @@ class _Reuse(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not kind_of(func):
             return func(*args, **(kwargs or {}))
-        found = self._kept.pop((func, self._seen[func]), None)
+        key = func, self._seen[func]
+        found = self._kept.pop(key, None) if self._once else self._kept.get(key)
         self._seen[func] += 1
         if found is None:
             return func(*args, **(kwargs or {}))

@@ -29,7 +29,7 @@ AMPLIFIED = 100.0
 
 
 class Difference(NamedTuple):
-    """A number that is further off than rounding explains."""
+    """How far a number is off, and how far rounding explains."""
 
     what: str
     step: int | None
@@ -52,6 +52,8 @@ class Comparison(NamedTuple):
     """the parameter whose gradient was furthest off"""
     weights: float
     first: Difference | None
+    closest: float = 0.0
+    """the largest error as a part of what is allowed: above 1 with a difference"""
 
     @property
     def same(self) -> bool:
@@ -78,7 +80,7 @@ def compare(exact: Record, one: Record, plan: Record, allowed: float) -> Compari
     if plan.initial != one.initial:
         first = Difference("hash of the initial weights", None, math.inf, 0.0)
         return Comparison(math.inf, math.inf, math.inf, "", math.inf, first)
-    found: list[Difference] = []
+    judged: list[Difference] = []
     worst = (0.0, "")
     for step in range(len(exact.losses)):
         scale = exact.norms[step] * 1e-3
@@ -86,29 +88,29 @@ def compare(exact: Record, one: Record, plan: Record, allowed: float) -> Compari
             error = _error(plan.gradients[step].get(name), truth, scale)
             own = _error(one.gradients[step].get(name), truth, scale)
             worst = max(worst, (error, name))
-            found += _judge(f"gradient of {name!r}", step + 1, error, own, allowed)
+            judged.append(_judge(f"gradient of {name!r}", step + 1, error, own, allowed))
         for what, truth, ours, theirs in (
             ("gradient norm", exact.norms[step], one.norms[step], plan.norms[step]),
             ("loss", exact.losses[step], one.losses[step], plan.losses[step]),
         ):
-            found += _judge(what, step + 1, _off(theirs, truth), _off(ours, truth), allowed)
+            judged.append(_judge(what, step + 1, _off(theirs, truth), _off(ours, truth), allowed))
     weights = 0.0
     for name, truth in exact.weights.items():
         error, own = (_error(run.weights.get(name), truth, 0.0) for run in (plan, one))
         weights = max(weights, error)
-        found += _judge(f"weight {name!r}", len(exact.losses), error, own, allowed)
+        judged.append(_judge(f"weight {name!r}", len(exact.losses), error, own, allowed))
     return Comparison(
         max(map(_off, plan.losses, exact.losses)),
         max(map(_off, plan.norms, exact.norms)),
         *worst,
         weights,
-        found[0] if found else None,
+        next((one for one in judged if one.error > one.tolerance), None),
+        max(one.error / one.tolerance for one in judged),
     )
 
 
-def _judge(what: str, step: int, error: float, own: float, allowed: float) -> list[Difference]:
-    tolerance = SLACK * (own + allowed)
-    return [] if error <= tolerance else [Difference(what, step, error, tolerance)]
+def _judge(what: str, step: int, error: float, own: float, allowed: float) -> Difference:
+    return Difference(what, step, error, SLACK * (own + allowed))
 
 
 def _error(found: Tensor | None, truth: Tensor, scale: float) -> float:

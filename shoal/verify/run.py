@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,11 +16,13 @@ from shoal.check import check
 from shoal.cluster import Cluster
 from shoal.config import Settings
 from shoal.launch.local import launch
+from shoal.models.moe_presets import resolve_moe
+from shoal.models.presets import resolve
 from shoal.plan import Plan
 from shoal.run import write_whole
 from shoal.verify.compare import Comparison, compare, rounding
 from shoal.verify.record import TASKS, Record, read_record, record
-from shoal.verify.shrink import STEPS, shrink, shrink_plan
+from shoal.verify.shrink import STEPS, shrink, shrink_plan, small_moe_dims
 from shoal.world import join_world
 
 TARGET = "shoal.verify.record:record_tasks"
@@ -131,11 +134,12 @@ def _device(ranks: int) -> str:
     return "auto" if torch.cuda.device_count() >= ranks else "cpu"
 
 
-def every_plan(ranks: int, *, tied: bool) -> Iterator[Plan]:
+def every_plan(ranks: int, *, tied: bool, experts: int = 1) -> Iterator[Plan]:
     """Every way to spread over `ranks` ranks: all degrees, ZeRO stages, ways to attend, and pipeline schedules.
 
     Args:
         tied: the model's ends share a parameter, which the V-shaped schedules do not take.
+        experts: of a mixture-of-experts model.
     """
     divisors = [degree for degree in range(1, ranks + 1) if ranks % degree == 0]
     for pipeline, replicate, shard, context, tensor in product(divisors, repeat=5):
@@ -148,8 +152,18 @@ def every_plan(ranks: int, *, tied: bool) -> Iterator[Plan]:
             "context": context,
             "tensor": tensor,
         }
-        for more in _choices(shard * context > 1, context > 1, pipeline > 1, tied):
-            yield Plan.model_validate({**degrees, **more})
+        sharing = [degree for degree in divisors if math.gcd(shard * context * tensor, experts) % degree == 0]
+        choices = _choices(shard * context > 1, context > 1, pipeline > 1, tied)
+        for more, expert in product(choices, sharing):
+            yield Plan.model_validate({**degrees, **more, "expert": expert})
+
+
+def ends_and_experts(settings: Settings) -> dict[str, Any]:
+    """What `every_plan` asks of the small copy of a job."""
+    if settings.model.family == "moe":
+        dims = small_moe_dims(resolve_moe(settings.model, settings.data.vocab), Plan())
+        return {"tied": dims.base.tied, "experts": dims.experts}
+    return {"tied": settings.model.family == "llama" and resolve(settings.model, settings.data.vocab).tied}
 
 
 def _choices(cuts: bool, context: bool, pipeline: bool, tied: bool) -> Iterator[dict[str, object]]:

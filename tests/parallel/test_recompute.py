@@ -105,6 +105,26 @@ def test_reductions_of_a_tensor_axis_are_kept_and_gathers_made_again() -> None:
     assert again["communication"] == none["communication"] + DEEP.layers  # attention's; the last is unused
 
 
+@pytest.mark.parametrize(
+    ("keys", "matmuls", "attentions"),
+    [
+        ({"recompute": "selective"}, 0, 0),
+        # both passes go through each of a rank's 2 blocks of every micro-batch, the second as far as its last weight's input
+        ({"recompute": "full"}, 2 * 6, 2 * 2),
+    ],
+    ids=["selective", "full"],
+)
+def test_a_backward_in_two_computes_twice_what_was_not_kept(
+    keys: dict[str, Any], matmuls: int, attentions: int
+) -> None:
+    micro_batches = 4
+    split = {"pipeline": 2, "schedule": "zbv", "micro_batch": 4}
+    once = run_ranks(2, counted, plan_of(**split))
+    for found, plain in zip(run_ranks(2, counted, plan_of(**split, **keys)), once, strict=True):
+        assert 0 <= found["matmul"] - plain["matmul"] <= 2 * matmuls * micro_batches
+        assert 0 <= found["attention"] - plain["attention"] <= attentions * micro_batches
+
+
 SELECTIVE: dict[str, dict[str, Any]] = {
     "alone": {"micro_batch": 4},
     "few kept": {"micro_batch": 4, "recompute_keep": ["every_second_matmul"]},
