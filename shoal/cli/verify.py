@@ -45,12 +45,14 @@ def verify(
             verdicts = verify(settings, plans, lambda verdict: _tell(console, verdict), steps=steps)
     except ValueError as error:
         raise fail(str(error)) from error
-    different = [verdict for verdict in verdicts if not verdict.same]
+    tried = [verdict for verdict in verdicts if not (every and verdict.refused)]
+    different = [verdict for verdict in tried if not verdict.same]
     if as_json:
         typer.echo(json.dumps([_as_json(verdict) for verdict in verdicts]))
     else:
         console.print(
-            f"{len(verdicts) - len(different)} of {len(verdicts)} plans compute what one device does"
+            f"{len(tried) - len(different)} of {len(tried)} plans compute what one device does"
+            + (f"; {len(verdicts) - len(tried)} are not for this model" if len(tried) < len(verdicts) else "")
         )
     raise typer.Exit(1 if different else 0)
 
@@ -59,7 +61,8 @@ def _tell(console: Console, verdict: Verdict) -> None:
     found = verdict.comparison
     name = verdict.plan.describe()
     if found is None:
-        console.print(f"FAILED     {name}\n{verdict.problem}", markup=False)
+        what = "refused" if verdict.refused else "FAILED"
+        console.print(f"{what:<10} {name}\n           {verdict.problem}", markup=False)
         return
     errors = f"loss {found.loss:.0e}  norm {found.norm:.0e}  gradients {found.gradient:.0e}  weights {found.weights:.0e}"
     console.print(f"{'same' if found.same else 'DIFFERENT':<10} {errors}  {name}", markup=False)
@@ -71,7 +74,7 @@ def _as_json(verdict: Verdict) -> dict[str, object]:
     found = verdict.comparison
     table: dict[str, object] = {"plan": verdict.plan.model_dump(), "same": verdict.same}
     if found is None:
-        return table | {"problem": verdict.problem}
+        return table | {"problem": verdict.problem, "refused": verdict.refused}
     errors = {"loss": found.loss, "norm": found.norm, "gradient": found.gradient, "weights": found.weights}
     first = found.first.describe() if found.first else None
     return table | {"errors": errors, "worst_gradient": found.worst, "first_difference": first}

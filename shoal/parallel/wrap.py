@@ -37,32 +37,50 @@ def wrap_forwards(
         apart: modules inside units that see to their parameters themselves.
     """
     compiled = plan.compiles(device.type)
-    cast = (
-        types.compute if plan.only_copies and types.compute != types.master else None
-    )  # else sharding casts
+    # under sharding what is gathered is cast
+    cast = types.compute if plan.only_copies and types.compute != types.master else None
     cast_inputs = bool(getattr(model, "cast_unit_inputs", True))
     if compiled == "model":
         _wrap_whole(model, units, again, plan, cast, cast_inputs=cast_inputs)
-        return
+    else:
+        own = {module for each in apart for module in each.modules()}
+        for unit in units:
+            _wrap_unit(
+                unit.module,
+                plan,
+                cast,
+                compiled=bool(compiled),
+                again=unit.module in again,
+                own=own,
+                cast_inputs=cast_inputs,
+            )
+        in_units = {module for unit in units for module in unit.module.modules()}
+        rest = [module for module in model.modules() if module not in in_units]
+        model.forward = _with_parameters(model.forward, rest, plan, cast, own=own, cast_inputs=True)
+    if plan.only_copies and cast is None:  # inputs of another type, which sharding casts too
+        model.forward = wraps(model.forward)(partial(_call_cast, model.forward, types.compute))
+
+
+def _wrap_unit(
+    unit: nn.Module,
+    plan: Plan,
+    cast: torch.dtype | None,
+    *,
+    compiled: bool,
+    again: bool,
+    own: set[nn.Module],
+    cast_inputs: bool,
+) -> None:
     # what experts and rings exchange is not compiled, so that what is around it is not one graph
-    one_graph = bool(compiled) and plan.expert == 1 and not (plan.context > 1 and plan.context_by == "ring")
-    own = {module for each in apart for module in each.modules()}
-    in_units = {module for unit in units for module in unit.module.modules()}
-    for unit in (unit.module for unit in units):
-        forward = unit.forward
-        inside = one_graph and unit in again and plan.recompute == "selective"
-        if inside:
-            forward = recomputed(forward, unit, plan, compiled=True)
-        if compiled:
-            forward = torch.compile(forward)
-        forward = _with_parameters(
-            forward, list(unit.modules()), plan, cast, own=own, cast_inputs=cast_inputs
-        )
-        if unit in again and not inside:
-            forward = recomputed(forward, unit, plan, compiled=False)
-        unit.forward = forward
-    rest = [module for module in model.modules() if module not in in_units]
-    model.forward = _with_parameters(model.forward, rest, plan, cast, own=own, cast_inputs=True)
+    one_graph = compiled and plan.expert == 1 and not (plan.context > 1 and plan.context_by == "ring")
+    inside = one_graph and again and plan.recompute == "selective"
+    forward = recomputed(unit.forward, unit, plan, compiled=True) if inside else unit.forward
+    if compiled:
+        forward = torch.compile(forward)
+    forward = _with_parameters(forward, list(unit.modules()), plan, cast, own=own, cast_inputs=cast_inputs)
+    if again and not inside:
+        forward = recomputed(forward, unit, plan, compiled=False)
+    unit.forward = forward
 
 
 def _with_parameters(

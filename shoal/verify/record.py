@@ -21,6 +21,7 @@ from shoal.parallel.apply import parallelize
 from shoal.parallel.initialise import seed_of, weights_hash, whole_tensor
 from shoal.parallel.replicate import core
 from shoal.parallel.shard import reshard
+from shoal.run import write_whole
 from shoal.train.setup import choose_objective
 from shoal.train.step import Step
 from shoal.world import World
@@ -39,14 +40,25 @@ class Record(NamedTuple):
     weights: dict[str, Tensor]
 
 
+class PlanRefusedError(ValueError):
+    """The model's structure does not allow the plan, as all ranks find alike."""
+
+
 def record(settings: Settings, world: World) -> Record:
-    """Train `train.steps` steps and keep everything. Collective; all ranks return the same."""
+    """Train `train.steps` steps and keep everything. Collective; all ranks return the same.
+
+    Raises:
+        PlanRefusedError: on all ranks.
+    """
     job, plan = settings.job, settings.plan
     if plan is None:
         raise ValueError("a record needs a plan")
     datasets = open_dataset(job.data, job.train.seed, None)
     build = builder(job.model, datasets.vocab)
-    model = parallelize(build, plan, world, precision=job.train.precision, seed=job.train.seed)
+    try:
+        model = parallelize(build, plan, world, precision=job.train.precision, seed=job.train.seed)
+    except ValueError as error:
+        raise PlanRefusedError(str(error)) from error
     initial = weights_hash(model)
     gradients: list[dict[str, Tensor]] = []
 
@@ -81,7 +93,12 @@ def record_tasks(settings: Settings, world: World, status: RankStatus, stop: Sto
         status.enter("verify", number)
         if world.broadcast_text(("stop" if stop.requested else "") if world.is_main else None):
             return  # asked to, on all ranks before the same task
-        found = record(Settings.from_toml(text), world)
+        try:
+            found = record(Settings.from_toml(text), world)
+        except PlanRefusedError as error:
+            if world.is_main:
+                write_whole(folder / f"{number}.refused", str(error))
+            continue
         if world.is_main:
             torch.save(found._asdict(), folder / f"{number}.pt")
 

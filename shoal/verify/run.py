@@ -35,6 +35,8 @@ class Verdict(NamedTuple):
     """as it was run"""
     comparison: Comparison | None
     problem: str = ""
+    refused: bool = False
+    """the model's structure does not allow the plan, for the reason in `problem`"""
 
     @property
     def same(self) -> bool:
@@ -111,6 +113,9 @@ def _launch(tasks: list[Settings], size: int, folder: Path) -> str:
 def _judge(task: Settings, folder: Path, place: int, references: dict[str, Record], problem: str) -> Verdict:
     plan = task.plan
     assert plan is not None, "tasks are made with plans"
+    refusal = folder / f"{place}.refused"
+    if refusal.exists():
+        return Verdict(plan, None, refusal.read_text(), refused=True)
     if not (folder / f"{place}.pt").exists():
         return Verdict(plan, None, problem or "it was stopped before this plan")
     exact, one = (_reference(task, precision, references) for precision in ("fp64", task.train.precision))

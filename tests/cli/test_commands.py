@@ -204,6 +204,17 @@ def test_verify_in_json_names_the_errors(tmp_path: Path) -> None:
     assert found["same"] and found["plan"]["shard"] == 2 and 0 < found["errors"]["gradient"] < 1e-4
 
 
+def test_verify_tells_plans_that_a_model_does_not_allow_and_counts_those_that_were_asked_for() -> None:
+    job = str(ROOT / "examples" / "digits.toml")
+    every = shoal_process("verify", job, "--all", "2", "--steps", "1", folder=ROOT)
+    assert every.returncode == 0, every.stdout + every.stderr
+    refused = every.stdout.count("\nrefused ")
+    assert refused and f"; {refused} are not for this model" in every.stdout
+    one = shoal_process("verify", job, "plan.tensor=2", "--json", "--steps", "1", folder=ROOT)
+    (found,) = json.loads(one.stdout)
+    assert one.returncode == 1 and found["refused"] and "no layout" in found["problem"]
+
+
 def test_verify_of_a_difference_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     comparison = Comparison(0.0, 0.0, 0.5, "head.weight", 0.0, Difference("loss", 1, 0.5, 1e-6))
     monkeypatch.setattr(

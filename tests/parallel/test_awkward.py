@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.cut import MicroBatch, StepBatch
+from shoal.job import Precision
 from shoal.parallel import shard
 from shoal.parallel.apply import parallelize
 from shoal.parallel.initialise import weights_hash
@@ -175,6 +176,33 @@ def test_branches_also_work_with_torch_before_2_13(zero: int) -> None:
         assert seen[1] == pytest.approx(losses, rel=1e-10)
         for name, weight in weights.items():
             torch.testing.assert_close(seen[2][name], weight, rtol=0, atol=1e-10, msg=name)
+
+
+class OneLayer(nn.Linear):
+    """Whose data come in whatever type."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+
+def loss_of(world: World, plan: Plan, precision: Precision, given: torch.dtype) -> float:
+    model = parallelize(OneLayer, plan, world, precision=precision, seed=2)
+    step = Step(model, Supervised(mse), AdamW(lr=1e-2), plan, world, precision=precision)
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)).to(given)
+    first = plan.data_rank(world.rank) * 2 if plan.data_degree > 1 else 0
+    part = x[first : first + 4 // plan.data_degree]
+    return step(StepBatch(0, (MicroBatch((part, part), first, len(part)),))).loss
+
+
+@pytest.mark.parametrize(
+    ("precision", "given"), [("fp64", torch.float32), ("fp32", torch.float64), ("bf16", torch.float64)]
+)
+def test_data_of_another_type_are_cast_whatever_the_plan(precision: Precision, given: torch.dtype) -> None:
+    (alone,) = run_ranks(1, loss_of, Plan(), precision, given)
+    for plan in SPREAD:
+        assert run_ranks(2, loss_of, plan, precision, given) == pytest.approx(
+            [alone] * 2, rel=1e-2 if precision == "bf16" else 1e-6
+        )
 
 
 def buffer_of(world: World) -> Tensor:
