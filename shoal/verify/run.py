@@ -49,6 +49,7 @@ def verify(
     told: Callable[[Verdict], None] = lambda verdict: None,
     *,
     steps: int = STEPS,
+    sharp: bool = True,
 ) -> list[Verdict]:
     """Compare each plan with one device; plans of one size share a launch.
 
@@ -57,6 +58,7 @@ def verify(
 
     Args:
         told: called with each verdict as it is known.
+        sharp: see the note.
 
     Raises:
         ValueError: a plan that cannot be for this job.
@@ -70,7 +72,7 @@ def verify(
         for size in sorted({plan.world_size for _, plan in small}):
             numbers = [number for number, (_, plan) in enumerate(small) if plan.world_size == size]
             own = [small[number][0].with_plan(small[number][1]) for number in numbers]
-            tasks = [task for one in own for task in _precisions(one)]
+            tasks = [task for one in own for task in (_precisions(one) if sharp else [one])]
             found = Path(folder) / str(size)
             problem = _launch(tasks, size, found)
             judged = [_judge(task, found, place, references, problem) for place, task in enumerate(tasks)]
