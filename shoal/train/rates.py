@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import nn
 
 from shoal.data.user import collate_of, is_iterable
@@ -49,7 +50,12 @@ def rates(
         flops = llama_flops_per_token(resolve(job.model, datasets.vocab), job.data.seq_len) * weight
     elif peak and is_text and job.model.family == "moe":
         flops = moe_flops_per_token(resolve_moe(job.model, datasets.vocab), job.data.seq_len) * weight
-    elif peak and not is_iterable(datasets.train):
-        counted = counted_flops(build, objective, collate_of(datasets.train)([datasets.train[0]]))
+    elif peak and (is_text or not is_iterable(datasets.train)):
+        counted = counted_flops(build, objective, _one_sample(datasets.train, is_text=is_text))
         flops = counted * batch if counted else None
     return Rates("tokens" if is_text else "samples", weight, flops, peak)
+
+
+def _one_sample(train: Any, *, is_text: bool) -> Any:
+    """A batch of one."""
+    return train.fetch(np.array([0])) if is_text else collate_of(train)([train[0]])

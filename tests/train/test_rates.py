@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,6 +93,28 @@ def test_text_is_told_in_tokens_of_the_global_batch() -> None:
     assert (found.unit, found.usual_weight, found.peak_flops) == ("tokens", 256.0, 2 * PEAK)
     assert found.flops_per_step
     assert found.mfu(0.5) == pytest.approx(found.flops_per_step / 0.5 / (2 * PEAK))
+
+
+def test_a_model_of_another_family_is_counted_on_a_sample_of_the_text(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {
+        "num_key_value_heads": 4,
+        "intermediate_size": 192,
+        "vocab_size": 300,
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    dims = LlamaDims(
+        dim=64, layers=2, heads=4, kv_heads=4, ffn=192, vocab=300, tied=False, rope_theta=1e4, norm_eps=1e-5
+    )
+    job = Job(
+        model=Model(family=f"hf:{tmp_path}"),
+        data=Data(source="synthetic", vocab=300, seq_len=32),
+        train=Train(global_batch=8),
+    )
+    datasets = open_dataset(job.data, 0, None)
+    found = rates(job, builder(job.model, datasets.vocab), NextToken(), datasets, PEAK, 1)
+    assert found.flops_per_step == pytest.approx(llama_flops_per_token(dims, 32) * 8 * 32, rel=0.02)
 
 
 def test_mfu_is_left_out_where_the_peak_is_not_known_or_no_time_passed() -> None:
