@@ -41,7 +41,7 @@ SAVING: tuple[dict[str, Any], ...] = (
     {"offload": ("parameters", "optimizer", "activations"), "recompute": "full"},
 )
 """What is traded for memory, tried with the axes in turn."""
-MOST = 50
+MOST = 18
 
 
 def main() -> int:

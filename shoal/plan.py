@@ -146,6 +146,11 @@ class Plan(BaseModel):
                 f"schedule = {self.schedule!r} computes gradients of activations and of parameters at different times, and a "
                 "compiled block computes them in one; use compile = false, or leave it out"
             )
+        if self.compile and self._keeps_outside_graphs:
+            raise ValueError(
+                'recompute = "selective" tells operators apart inside of one graph, and what expert ranks and a ring of context '
+                'ranks exchange cuts graphs; use compile = false, recompute = "full", or context_by = "all_to_all"'
+            )
         if self.compile == "model" and not self.only_copies:
             raise ValueError(
                 'compile = "model" makes one graph of a whole model, and this plan cuts it, so that something has to happen '
@@ -209,8 +214,14 @@ class Plan(BaseModel):
     def compiles(self, device: str) -> Literal["blocks", "model"] | None:
         """What is compiled on a kind of device ("cuda", "cpu")."""
         if self.compile is None:
-            return "blocks" if device == "cuda" and not (self.pipeline > 1 and self.splits_backward) else None
+            split = self.pipeline > 1 and self.splits_backward
+            return "blocks" if device == "cuda" and not split and not self._keeps_outside_graphs else None
         return "model" if self.compile == "model" else "blocks" if self.compile else None
+
+    @property
+    def _keeps_outside_graphs(self) -> bool:
+        rings = self.context > 1 and self.context_by == "ring"
+        return self.recompute == "selective" and (self.expert > 1 or rings)
 
     @property
     def stages(self) -> int:

@@ -88,6 +88,8 @@ def test_zero_is_3_unless_said_and_0_with_nothing_to_shard(keys: dict[str, Any],
         ({"recompute": "selective", "recompute_keep": ("matmul", "matmul")}, "names a kind twice"),
         ({"shard": 2, "compile": "model"}, "compile = true, or a plan with replicate alone"),
         ({"pipeline": 2, "schedule": "zbv", "compile": True}, "compile = false"),
+        ({"context": 2, "recompute": "selective", "compile": True}, 'context_by = "all_to_all"'),
+        ({"shard": 2, "expert": 2, "recompute": "selective", "compile": True}, 'recompute = "full"'),
         ({"replicas": 2}, "not permitted"),
     ],
 )
@@ -105,6 +107,8 @@ def test_an_impossible_plan_is_refused(keys: dict[str, Any], named: str) -> None
         ({"compile": True}, "blocks", "blocks"),
         ({"compile": "model"}, "model", "model"),
         ({"pipeline": 2, "schedule": "zbv"}, None, None),
+        ({"context": 2, "recompute": "selective"}, None, None),
+        ({"context": 2, "context_by": "all_to_all", "recompute": "selective"}, "blocks", None),
     ],
 )
 def test_blocks_are_compiled_on_gpus_where_the_schedule_allows_it(

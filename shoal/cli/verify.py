@@ -37,7 +37,7 @@ def verify(
     console = Console(highlight=False, soft_wrap=True, stderr=as_json)
     try:
         if every:
-            plans = list(every_plan(every, **ends_and_experts(settings)))
+            plans = list(every_plan(every, **ends_and_experts(settings), like=settings.plan))
         else:
             plan = settings.plan
             plans = [plan if plan and plan.says_degrees else complete_plan(settings, which_cluster(settings))]

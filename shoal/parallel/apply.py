@@ -19,7 +19,7 @@ from shoal.parallel.recompute import recomputed_blocks
 from shoal.parallel.replicate import apply_replicate
 from shoal.parallel.shard import apply_shard, is_cut, masters_device, shard_experts
 from shoal.parallel.spread import apply_axes, remember, spread_of
-from shoal.parallel.units import find_units
+from shoal.parallel.units import Unit, find_units
 from shoal.parallel.wrap import wrap_forwards
 from shoal.plan import Plan
 from shoal.world import World
@@ -56,13 +56,15 @@ def parallelize(
         _take_from_rank_0(built, world)
     cast_unit_inputs = bool(getattr(built, "cast_unit_inputs", True))
     units = find_units(built)
-    again = recomputed_blocks(units, plan)
+    blocks = units or [Unit("", built)]
+    again = recomputed_blocks(blocks, plan)
     spread = apply_axes(built, plan, world)
     there = set(built.modules())
     units = [unit for unit in units if unit.module in there]
-    wrap_forwards(built, units, again, plan, types, world.device, apart=spread.experts)
+    blocks = [block for block in blocks if block.module in there]
+    wrap_forwards(built, blocks, again, plan, types, world.device, apart=spread.experts)
     if "activations" in plan.offload:
-        offload_activations((unit.module for unit in units), world.device)
+        offload_activations((block.module for block in blocks), world.device)
     if spread.experts:
         shard_experts(spread.experts, plan, world.expert_mesh(plan), types)
     for root in () if plan.only_copies else spread.roots or (built,):

@@ -39,12 +39,6 @@ class Balance:
             layer.counting = on
 
     @torch.no_grad()
-    def begin(self, part: nn.Module) -> None:
-        """Count anew in a part of the model, which is about to run a step's first micro-batch."""
-        for layer in _balanced(part):
-            layer.load.zero_()
-
-    @torch.no_grad()
     def sum_loads(self) -> None:
         """Add up the counts of all ranks. Collective."""
         if not self._layers or not dist.is_initialized():

@@ -33,6 +33,7 @@ from torch.distributed.pipelining import (
 
 from shoal.layout import Layout
 from shoal.parallel.layout import modules_named
+from shoal.parallel.recompute import BuffersKept
 from shoal.plan import Plan
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -65,17 +66,37 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.others = nn.ModuleList(others)
         self.run: Callable[[Tensor, Tensor], Tensor] | None = None
+        self.on_trial = True
 
     def forward(self, x: Tensor, micro: Tensor) -> Tensor:
         if self.run is None:
             raise RuntimeError("a pipeline's stage runs as part of a step")
-        return self.run(x, micro)
+        with BuffersKept(self) if self.on_trial else nullcontext():
+            return self.run(x, micro)
 
 
 class _Stage(PipelineStage):
-    """torch's, which asks for the gradients of a stage's weights one group after the other, and runs recomputed blocks once for
-    each; in one group of backward passes they are run once for all.
+    """torch's stage, with three repairs.
+
+    It runs its module once more than there are micro-batches, to see what comes out: buffers are not to count that. It asks for
+    the gradients of weights one group after the other, and runs recomputed blocks once for each: in one group of backward
+    passes they are run once for all. In evaluation V-shaped schedules pass gradients that are not there to a rank's other stage.
     """
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        stage: Any = self.submod
+        stage.on_trial = False
+        try:
+            return super().forward_one_chunk(*args, **kwargs)
+        finally:
+            stage.on_trial = True
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with _recomputing_once():

@@ -80,7 +80,7 @@ def kind_of(operator: Any) -> Kept | None:
     return "attention" if "attention" in name else None
 
 
-class _Choice:
+class Choice:
     """Which results of one run of a block are kept; asked in the order of its operators."""
 
     def __init__(self, keep: tuple[Kept, ...]) -> None:
@@ -96,16 +96,16 @@ class _Choice:
 
 
 def _full(block: nn.Module) -> Contexts:
-    return nullcontext(), _BuffersKept(block)
+    return nullcontext(), BuffersKept(block)
 
 
 def _selective_eager(keep: tuple[Kept, ...], block: nn.Module, *, once: bool) -> Contexts:
     kept: Results = {}
-    return _Keep(_Choice(keep), kept), _BuffersKept(block, _Reuse(kept, once=once))
+    return _Keep(Choice(keep), kept), BuffersKept(block, _Reuse(kept, once=once))
 
 
 def _selective_compiled(keep: tuple[Kept, ...]) -> Contexts:
-    choice = _Choice(keep)
+    choice = Choice(keep)
 
     def policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if choice(operator) else CheckpointPolicy.PREFER_RECOMPUTE
@@ -124,7 +124,7 @@ class _Keep(TorchDispatchMode):
     it, and a backward that is split in two runs a block a second and a third time.
     """
 
-    def __init__(self, choice: _Choice, kept: Results) -> None:
+    def __init__(self, choice: Choice, kept: Results) -> None:
         super().__init__()
         self._choice, self._kept = choice, kept
         self._seen: Counter[Any] = Counter()
@@ -186,22 +186,27 @@ def _versions(result: Any) -> list[int]:
     return [tensor._version for tensor in tensors_in(result)]
 
 
-class _BuffersKept:
-    """Undoes what a second run does to buffers: running statistics are to see each batch once.
+class BuffersKept:
+    """Lets a second run change copies of a block's buffers: running statistics are to see each batch once.
 
     Entered once for each recomputation, of which a schedule that splits backward makes two.
     """
 
     def __init__(self, block: nn.Module, inner: AbstractContextManager[Any] | None = None) -> None:
         self._block, self._inner = block, inner or nullcontext()
-        self._before: list[tuple[Tensor, Tensor]] = []
+        self._held: list[tuple[nn.Module, str, Tensor]] = []
 
     def __enter__(self) -> None:
-        self._before = [(buffer, buffer.detach().clone()) for buffer in self._block.buffers()]
+        self._held = [
+            (module, name, buffer)
+            for module in self._block.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+        for module, name, buffer in self._held:
+            module._buffers[name] = buffer.detach().clone()
         self._inner.__enter__()
 
-    @torch.no_grad()
     def __exit__(self, *error: Any) -> None:
         self._inner.__exit__(*error)
-        for buffer, value in self._before:
-            buffer.copy_(value)
+        for module, name, buffer in self._held:
+            module._buffers[name] = buffer

@@ -71,9 +71,7 @@ def _wrap_unit(
     own: set[nn.Module],
     cast_inputs: bool,
 ) -> None:
-    # what experts and rings exchange is not compiled, so that what is around it is not one graph
-    one_graph = compiled and plan.expert == 1 and not (plan.context > 1 and plan.context_by == "ring")
-    inside = one_graph and again and plan.recompute == "selective"
+    inside = compiled and again and plan.recompute == "selective"
     forward = recomputed(unit.forward, unit, plan, compiled=True) if inside else unit.forward
     if compiled:
         forward = torch.compile(forward)

@@ -208,8 +208,6 @@ class Step:
                 self.world.device,
                 seed_of(self._seed, "step", micro_batches[index].first, *self._spread.coordinates),
             )
-            if index == 0 and pipeline.active is not None:
-                self._balance.begin(pipeline.active)  # torch runs each stage once more to see what it gives
             self._balance.count(micro_batches[index].samples > 0)
             output = output_of(self.objective, self.model, data[index])
             if not last:

@@ -71,11 +71,17 @@ def rounding(settings: Settings, plan: Plan) -> float:
     return found * AMPLIFIED if settings.train.precision == "fp64" else found
 
 
-def compare(exact: Record, one: Record, plan: Record, allowed: float) -> Comparison:
+def same_batches(plan: Plan) -> bool:
+    """Whether each layer sees the batches that one device's layers see, so that running statistics are equal."""
+    return plan.data_degree * plan.context * plan.tensor == 1
+
+
+def compare(exact: Record, one: Record, plan: Record, allowed: float, *, buffers: bool = False) -> Comparison:
     """Compare a plan's record with one device's, measured by the exact one.
 
     Args:
         allowed: relative error that reordered sums explain, from `rounding`.
+        buffers: compare these, too; see `same_batches`.
     """
     if plan.initial != one.initial:
         first = Difference("hash of the initial weights", None, math.inf, 0.0)
@@ -99,6 +105,9 @@ def compare(exact: Record, one: Record, plan: Record, allowed: float) -> Compari
         error, own = (_error(run.weights.get(name), truth, 0.0) for run in (plan, one))
         weights = max(weights, error)
         judged.append(_judge(f"weight {name!r}", len(exact.losses), error, own, allowed))
+    for name, truth in exact.buffers.items() if buffers else ():
+        error, own = (_error(run.buffers.get(name), truth, 0.0) for run in (plan, one))
+        judged.append(_judge(f"buffer {name!r}", len(exact.losses), error, own, allowed))
     return Comparison(
         max(map(_off, plan.losses, exact.losses)),
         max(map(_off, plan.norms, exact.norms)),

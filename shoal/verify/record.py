@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +19,13 @@ from shoal.data.tokens import NO_LABEL
 from shoal.launch.worker import StopFlag
 from shoal.models.build import builder
 from shoal.observe.status import RankStatus
+from shoal.parallel import offload
 from shoal.parallel.apply import parallelize
 from shoal.parallel.initialise import seed_of, weights_hash, whole_tensor
 from shoal.parallel.replicate import core
 from shoal.parallel.shard import reshard
 from shoal.run import write_whole
+from shoal.train import streamed
 from shoal.train.setup import choose_objective
 from shoal.train.step import Step
 from shoal.world import World
@@ -38,6 +42,8 @@ class Record(NamedTuple):
     norms: list[float]
     gradients: list[dict[str, Tensor]]
     weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    """of all layers at the end, such as running statistics"""
 
 
 class PlanRefusedError(ValueError):
@@ -56,7 +62,8 @@ def record(settings: Settings, world: World) -> Record:
     datasets = open_dataset(job.data, job.train.seed, None)
     build = builder(job.model, datasets.vocab)
     try:
-        model = parallelize(build, plan, world, precision=job.train.precision, seed=job.train.seed)
+        with _small_pieces():
+            model = parallelize(build, plan, world, precision=job.train.precision, seed=job.train.seed)
     except ValueError as error:
         raise PlanRefusedError(str(error)) from error
     initial = weights_hash(model)
@@ -65,17 +72,18 @@ def record(settings: Settings, world: World) -> Record:
     def keep(found: dict[str, Tensor], divide_by: Tensor) -> None:
         gradients.append(_of_all_ranks({name: _whole(x) / divide_by for name, x in found.items()}))
 
-    step = Step(
-        model,
-        choose_objective(job.train.objective, datasets.vocab, compiled=False),
-        job.optimizer,
-        plan,
-        world,
-        precision=job.train.precision,
-        total_steps=job.train.steps,
-        seed=job.train.seed,
-        on_gradients=keep,
-    )
+    with _small_pieces():
+        step = Step(
+            model,
+            choose_objective(job.train.objective, datasets.vocab, compiled=False),
+            job.optimizer,
+            plan,
+            world,
+            precision=job.train.precision,
+            total_steps=job.train.steps,
+            seed=job.train.seed,
+            on_gradients=keep,
+        )
     losses, norms = [], []
     for batch in batches(datasets.train, job, plan, world):
         result = step(_ragged(batch))
@@ -83,7 +91,19 @@ def record(settings: Settings, world: World) -> Record:
         norms.append(result.grad_norm)
     reshard(model)
     weights = _of_all_ranks({name: _whole(p.detach()) for name, p in core(model).named_parameters()})
-    return Record(initial, losses, norms, gradients, weights)
+    buffers = _of_all_ranks({name: b.double().cpu() for name, b in core(model).named_buffers()})
+    return Record(initial, losses, norms, gradients, weights, buffers)
+
+
+@contextmanager
+def _small_pieces() -> Generator[None]:
+    """Offload takes a small copy's tensors in several pieces, as it takes large ones."""
+    before = offload.KEPT_BYTES, streamed.BUCKET_BYTES
+    offload.KEPT_BYTES, streamed.BUCKET_BYTES = 1 << 9, 1 << 14
+    try:
+        yield
+    finally:
+        offload.KEPT_BYTES, streamed.BUCKET_BYTES = before
 
 
 def record_tasks(settings: Settings, world: World, status: RankStatus, stop: StopFlag) -> None:

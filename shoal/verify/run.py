@@ -20,11 +20,12 @@ from shoal.models.moe_presets import resolve_moe
 from shoal.models.presets import resolve
 from shoal.plan import Plan
 from shoal.run import write_whole
-from shoal.verify.compare import Comparison, compare, rounding
+from shoal.verify.compare import Comparison, compare, rounding, same_batches
 from shoal.verify.record import TASKS, Record, read_record, record
 from shoal.verify.shrink import STEPS, shrink, shrink_plan, small_moe_dims
 from shoal.world import join_world
 
+KEPT_KEYS = ("micro_batch", "recompute", "recompute_keep", "recompute_every", "offload")
 TARGET = "shoal.verify.record:record_tasks"
 
 
@@ -121,7 +122,8 @@ def _judge(task: Settings, folder: Path, place: int, references: dict[str, Recor
     if not (folder / f"{place}.pt").exists():
         return Verdict(plan, None, problem or "it was stopped before this plan")
     exact, one = (_reference(task, precision, references) for precision in ("fp64", task.train.precision))
-    return Verdict(plan, compare(exact, one, read_record(folder, place), rounding(task, plan)))
+    found, allowed = read_record(folder, place), rounding(task, plan)
+    return Verdict(plan, compare(exact, one, found, allowed, buffers=same_batches(plan)))
 
 
 def _reference(task: Settings, precision: str, known: dict[str, Record]) -> Record:
@@ -141,13 +143,15 @@ def _device(ranks: int) -> str:
     return "auto" if torch.cuda.device_count() >= ranks else "cpu"
 
 
-def every_plan(ranks: int, *, tied: bool, experts: int = 1) -> Iterator[Plan]:
+def every_plan(ranks: int, *, tied: bool, experts: int = 1, like: Plan | None = None) -> Iterator[Plan]:
     """Every way to spread over `ranks` ranks: all degrees, ZeRO stages, ways to attend, and pipeline schedules.
 
     Args:
         tied: the model's ends share a parameter, which the V-shaped schedules do not take.
         experts: of a mixture-of-experts model.
+        like: micro-batch, recompute and offload are as here.
     """
+    kept = {key: getattr(like, key) for key in KEPT_KEYS} if like else {}
     divisors = [degree for degree in range(1, ranks + 1) if ranks % degree == 0]
     for pipeline, replicate, shard, context, tensor in product(divisors, repeat=5):
         if pipeline * replicate * shard * context * tensor != ranks:
@@ -162,7 +166,7 @@ def every_plan(ranks: int, *, tied: bool, experts: int = 1) -> Iterator[Plan]:
         sharing = [degree for degree in divisors if math.gcd(shard * context * tensor, experts) % degree == 0]
         choices = _choices(shard * context > 1, context > 1, pipeline > 1, tied)
         for more, expert in product(choices, sharing):
-            yield Plan.model_validate({**degrees, **more, "expert": expert})
+            yield Plan.model_validate({**kept, **degrees, **more, "expert": expert})
 
 
 def ends_and_experts(settings: Settings) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from shoal.data.cut import MicroBatch, StepBatch
 from shoal.models.presets import LlamaDims
 from shoal.parallel.apply import parallelize
+from shoal.parallel.pipeline import MULTIPLE, SINGLE
 from shoal.plan import Plan
 from shoal.train.evaluate import Evaluation, evaluate
 from shoal.train.objective import NextToken
@@ -158,7 +159,7 @@ def test_packed_documents_stay_apart(keys: dict[str, Any]) -> None:
 
 
 def run_eval(world: World, plan: Plan) -> Evaluation:
-    model = parallelize(functools.partial(build, DEEP), plan, world, precision="fp64", seed=7)
+    model = parallelize(functools.partial(build, UNTIED), plan, world, precision="fp64", seed=7)
     held_out = [part_of(global_batch(index), index, plan, world.rank) for index in range(2)]
     last = held_out[-1].micro_batches
     filler = MicroBatch(last[-1].data, last[-1].first, 0)
@@ -167,7 +168,14 @@ def run_eval(world: World, plan: Plan) -> Evaluation:
 
 
 @pytest.mark.parametrize(
-    "keys", [{"tensor": 2}, {"context": 2}, {"pipeline": 2}, {"pipeline": 2, "tensor": 2}], ids=named
+    "keys",
+    [
+        {"tensor": 2},
+        {"context": 2},
+        {"pipeline": 2, "tensor": 2},
+        *({"pipeline": 2, "schedule": schedule} for schedule in (*SINGLE, *MULTIPLE)),
+    ],
+    ids=named,
 )
 def test_an_evaluation_counts_each_sample_once(keys: dict[str, Any]) -> None:
     plan = Plan.model_validate({**keys, "micro_batch": BATCH // 4})

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.data.cut import MicroBatch, StepBatch
 from shoal.parallel.apply import parallelize
-from shoal.parallel.recompute import kind_of
+from shoal.parallel.recompute import Choice, kind_of
 from shoal.plan import Plan
 from shoal.train.objective import NextToken, Supervised
 from shoal.train.optimizer import AdamW
@@ -94,6 +94,11 @@ def test_a_block_computes_twice_what_it_did_not_keep(
     assert counts["attention"] - once["attention"] == attentions
 
 
+def test_every_second_matmul_begins_with_the_first() -> None:
+    choice, mm = Choice(("every_second_matmul",)), torch.ops.aten.mm.default
+    assert [choice(mm) for _ in range(5)] == [True, False, True, False, True]
+
+
 def test_reductions_of_a_tensor_axis_are_kept_and_gathers_made_again() -> None:
     none, kept, again = (
         run_ranks(2, counted, plan_of(tensor=2, recompute="selective", recompute_keep=keep))[0]
@@ -161,6 +166,34 @@ def test_selective_recompute_goes_through_an_exchange_of_experts(keys: dict[str,
         assert (record.losses, record.norms) == (expected.losses, expected.norms)
         for name, bias in record.biases.items():
             assert torch.equal(bias, expected.biases[name]), name
+
+
+class NoBlocks(nn.Module):
+    """Without repeated blocks, so that the whole is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def without_blocks(world: World, plan: Plan) -> tuple[float, int]:
+    model = parallelize(NoBlocks, plan, world, seed=1)
+    step = Step(model, Supervised(square), AdamW(lr=1e-2), plan, world)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    with Operators() as operators:
+        loss = step(StepBatch(0, (MicroBatch((x, x.flip(0)), 0, 8),))).loss
+    return loss, operators.counts["matmul"]
+
+
+@pytest.mark.parametrize("keys", [{}, {"shard": 2}])
+def test_a_model_without_blocks_is_one(keys: dict[str, Any]) -> None:
+    plan = plan_of(**keys)
+    loss, matmuls = run_ranks(plan.world_size, without_blocks, plan)[0]
+    again = plan.model_copy(update={"recompute": "full"})
+    assert run_ranks(plan.world_size, without_blocks, again)[0] == (loss, matmuls + 1)  # the last is unused
 
 
 class InPlace(nn.Module):

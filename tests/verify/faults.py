@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -15,6 +16,7 @@ from shoal.config import Settings
 from shoal.parallel import context, tensor
 from shoal.parallel.context import Sequence
 from shoal.train.objective import Loss, NextToken
+from shoal.train.optimizer import LocalOptimizer
 from shoal.train.step import Step
 from shoal.verify.record import Record, record
 from shoal.world import World
@@ -73,6 +75,18 @@ def wrong_positions() -> Iterator[None]:
         return {**parts, "positions": torch.arange(parts["tokens"].shape[1])}
 
     with patch("shoal.parallel.spread.cut_batch", cut):
+        yield
+
+
+@contextmanager
+def update_skipped() -> Iterator[None]:
+    """One rank keeps its part of the weights as it is."""
+    real = LocalOptimizer.step
+
+    def step(self: LocalOptimizer, lr: float, divide_by: Tensor, skip: Tensor) -> None:
+        real(self, lr, divide_by, torch.ones_like(skip) if dist.get_rank() == 1 else skip)
+
+    with patch.object(LocalOptimizer, "step", step):
         yield
 
 

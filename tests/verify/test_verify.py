@@ -19,7 +19,7 @@ from shoal.verify import run
 from shoal.verify.compare import Comparison, Difference, compare, rounding
 from shoal.verify.record import Record
 from shoal.verify.run import every_plan, verify
-from shoal.verify.shrink import MOST_RANKS, shrink, shrink_plan
+from shoal.verify.shrink import MOST_RANKS, STEPS, shrink, shrink_plan
 from tests.ranks import run_ranks
 from tests.verify import faults
 from tests.verify.faults import record_with
@@ -34,11 +34,11 @@ def alone_record(toml: str) -> Record:
 
 
 def compared(
-    plan: Plan, fault: Callable[[], Any] | None, precision: str = "fp32", seed: int = 0
+    plan: Plan, fault: Callable[[], Any] | None, precision: str = "fp32", seed: int = 0, steps: int = STEPS
 ) -> Comparison:
     """A plan, perhaps with a mistake in it, against one device."""
     said = load(JOB, [f"train.precision={precision}", f"train.seed={seed}"])
-    settings, small = shrink(said, plan)
+    settings, small = shrink(said, plan, steps)
     alone = Plan(micro_batch=small.micro_batch, compile=False)
     one = alone_record(settings.with_plan(alone).to_toml())
     wide = settings.model_copy(update={"train": settings.train.model_copy(update={"precision": "fp64"})})
@@ -70,6 +70,11 @@ def test_a_planted_mistake_is_found_in_the_first_step(
     assert found.first is not None
     assert found.first.step == 1 and found.first.what.startswith(named)
     assert found.first.error > 3 * found.first.tolerance
+
+
+def test_an_update_that_a_rank_leaves_out_is_found_in_the_weights() -> None:
+    found = compared(Plan(shard=2), faults.update_skipped, steps=1)
+    assert found.first is not None and found.first.what.startswith("weight ")
 
 
 def test_a_norms_weight_is_named_where_it_is_the_culprit() -> None:
