@@ -104,8 +104,8 @@ def apply_axes(model: nn.Module, plan: Plan, world: World) -> Spread:
         pipeline = apply_pipeline(model, plan, world.mesh(plan).get_group("pipeline"), world.device, layout)
     counts = place["tensor"] == 0 and (pipeline is None or pipeline.has_last)
     # without sequence parallelism ranks of the tensor axis compute alike outside of regions: so they draw alike
-    apart = () if layout.sequence_dim is None else (place["tensor"],)
-    shared = (place["pipeline"], place["context"], *apart)
+    drawing = ("pipeline", "context") if layout.sequence_dim is None else ("pipeline", "context", "tensor")
+    shared = tuple(place[axis] for axis in drawing if getattr(plan, axis) > 1)
     there = set(model.modules())
     experts = [module for module in experts if module in there]
     return Spread(counts, shared, data_groups, cut_inputs, pipeline, token_groups, tuple(experts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -65,8 +66,18 @@ def mixed() -> nn.Module:
     return Mixer(TABLE)
 
 
-def train(world: World, plan: Plan) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    model = parallelize(mixed, plan, world, precision="fp64", seed=3)
+def dropping() -> nn.Module:
+    """With dropout outside of regions, where ranks of the tensor axis have the same numbers."""
+    model = Mixer(TABLE)
+    for layer in model.layers:
+        layer.register_module("norm", nn.Sequential(nn.LayerNorm(8), nn.Dropout(0.3)))
+    return model
+
+
+def train(
+    world: World, plan: Plan, build: Callable[[], nn.Module] = mixed
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    model = parallelize(build, plan, world, precision="fp64", seed=3)
     step = Step(model, Supervised(nn.functional.mse_loss), AdamW(lr=1e-2), plan, world, precision="fp64")
     results = []
     for index in range(3):
@@ -89,6 +100,16 @@ def train(world: World, plan: Plan) -> tuple[list[float], list[float], dict[str,
 def test_a_model_without_sequences_is_cut_over_tensor(plan: Plan) -> None:
     losses, norms, weights = run_ranks(1, train, Plan())[0]
     for found in run_ranks(plan.world_size, train, plan):
+        assert found[0] == pytest.approx(losses, rel=1e-12)
+        assert found[1] == pytest.approx(norms, rel=1e-12)
+        for name, weight in weights.items():
+            torch.testing.assert_close(found[2][name], weight, rtol=0, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("plan", [Plan(tensor=2), Plan(tensor=2, shard=2, micro_batch=4)], ids=["2", "2 x 2"])
+def test_ranks_that_compute_alike_draw_alike(plan: Plan) -> None:
+    losses, norms, weights = run_ranks(1, train, Plan(micro_batch=plan.micro_batch), dropping)[0]
+    for found in run_ranks(plan.world_size, train, plan, dropping):
         assert found[0] == pytest.approx(losses, rel=1e-12)
         assert found[1] == pytest.approx(norms, rel=1e-12)
         for name, weight in weights.items():

@@ -101,7 +101,7 @@ def test_a_job_in_bf16_is_compared_in_fp32_too(monkeypatch: pytest.MonkeyPatch) 
     """A mistake that only the sharper comparison shows is the plan's verdict."""
     real, seen = run.compare, []
 
-    def accuse(exact: Record, one: Record, found: Record, allowed: float) -> Comparison:
+    def accuse(exact: Record, one: Record, found: Record, allowed: float, *, buffers: bool) -> Comparison:
         seen.append(allowed)
         result = real(exact, one, found, allowed)
         mistake = Difference("loss", 1, 1.0, 0.1) if len(seen) == 2 else None
