@@ -41,7 +41,7 @@ SAVING: tuple[dict[str, Any], ...] = (
     {"offload": ("parameters", "optimizer", "activations"), "recompute": "full"},
 )
 """What is traded for memory, tried with the axes in turn."""
-MOST = 18
+MOST = 18  # of each size above 2
 
 
 def main() -> int:
