@@ -38,27 +38,38 @@ class Row(NamedTuple):
 HALF = 'plan.recompute_keep=["attention", "every_second_matmul"]'
 SELECTIVE = ("plan.recompute=selective", HALF)
 SIXTEEN = ("plan.micro_batch=1", "train.global_batch=16")
-LONG = ("plan.context=4", "plan.zero=3", "train.global_batch=1", "plan.recompute=full")
-ROWS = (
-    Row("shard 4", ("plan.shard=4", "plan.zero=3")),
-    Row("tensor 4", ("plan.tensor=4", "plan.micro_batch=1")),
-    Row("tensor 2 x shard 2", ("plan.tensor=2", "plan.shard=2", "plan.zero=2", "plan.micro_batch=1")),
-    Row("pipeline 4, 1f1b", ("plan.pipeline=4", *SIXTEEN)),
-    Row(
-        "pipeline 4, interleaved",
-        ("plan.pipeline=4", "plan.schedule=interleaved_1f1b", *SIXTEEN, *SELECTIVE),
-    ),
-    Row("pipeline 4, zero bubble", ("plan.pipeline=4", "plan.schedule=zbv", *SIXTEEN, *SELECTIVE)),
-    Row(
-        "pipeline 2 x shard 2",
-        ("plan.pipeline=2", "plan.shard=2", "plan.micro_batch=1", "train.global_batch=32", *SELECTIVE),
-    ),
-    Row("context 4, 32k", (*LONG, "data.seq_len=32768")),
-    Row("context 4, 64k", (*LONG, "data.seq_len=65536")),
-    Row("context 4 all-to-all, 32k", (*LONG, "plan.context_by=all_to_all", "data.seq_len=32768")),
-    Row("moe 8x1b, shard 4 x expert 4", ("plan.shard=4", "plan.expert=4", "plan.zero=3"), moe=True),
-    Row("moe 8x1b, shard 4", ("plan.shard=4", "plan.zero=3"), moe=True),
-)
+
+
+def rows(ranks: int) -> list[Row]:
+    """All rows for so many ranks."""
+    n = ranks
+    pipeline, shard = f"plan.pipeline={n}", (f"plan.shard={n}", "plan.zero=3")
+    long = (f"plan.context={n}", "plan.zero=3", "train.global_batch=1", "plan.recompute=full")
+    of_any = [
+        Row(f"shard {n}", shard),
+        Row(f"tensor {n}", (f"plan.tensor={n}", "plan.micro_batch=1")),
+        Row(f"pipeline {n}, 1f1b", (pipeline, *SIXTEEN)),
+        Row(
+            f"pipeline {n}, interleaved",
+            (pipeline, "plan.schedule=interleaved_1f1b", *SIXTEEN, *SELECTIVE),
+        ),
+        Row(f"pipeline {n}, zero bubble", (pipeline, "plan.schedule=zbv", *SIXTEEN, *SELECTIVE)),
+        Row(f"context {n}, 32k", (*long, "data.seq_len=32768")),
+        Row(f"context {n}, 64k", (*long, "data.seq_len=65536")),
+        Row(f"context {n} all-to-all, 32k", (*long, "plan.context_by=all_to_all", "data.seq_len=32768")),
+        Row(f"moe 8x1b, shard {n} x expert {n}", (*shard, f"plan.expert={n}"), moe=True),
+        Row(f"moe 8x1b, shard {n}", shard, moe=True),
+    ]
+    halves = [
+        Row("tensor 2 x shard 2", ("plan.tensor=2", "plan.shard=2", "plan.zero=2", "plan.micro_batch=1")),
+        Row(
+            "pipeline 2 x shard 2",
+            ("plan.pipeline=2", "plan.shard=2", "plan.micro_batch=1", "train.global_batch=32", *SELECTIVE),
+        ),
+    ]
+    return of_any + (halves if ranks == 4 else [])
+
+
 SIZES: dict[str, dict[str, Any]] = {
     "8b": {
         "model": {"preset": "8b"},
@@ -80,8 +91,12 @@ def main() -> int:
     """Run the rows; 1 if any has no figures."""
     options = _options()
     options.out.mkdir(parents=True, exist_ok=True)
-    named = options.only.split(";") if options.only else [row.name for row in ROWS]
-    asked = [row for name in named for row in ROWS if row.name == name]
+    known = {row.name: row for row in rows(options.ranks)}
+    named = options.only.split(";") if options.only else list(known)
+    unknown = [name for name in named if name not in known]
+    if unknown:
+        raise SystemExit(f"no row {unknown[0]!r} for {options.ranks} ranks; known: {'; '.join(known)}")
+    asked = [known[name] for name in named]
     records: list[dict[str, Any]] = []
     until = time.monotonic() + options.total_s
     about = facts_of_machine()
