@@ -21,7 +21,7 @@ from shoal.train.evaluate import evaluate
 from shoal.train.objective import NextToken
 from shoal.train.step import Step
 from shoal.world import World
-from tests.late import copy_late
+from tests.late import LateLane, copy_late
 from tests.parallel.test_axes import by_hand, check, named
 from tests.ranks import run_ranks
 from tests.train import moe_toy
@@ -242,6 +242,81 @@ def test_what_is_still_on_its_way_is_waited_for(recompute: bool, monkeypatch: py
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     offload_activations(blocks, CPU, kept_bytes=0)
     for found, expected in zip(gradients(blocks), right, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_block_is_fetched_while_the_one_after_it_runs_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    begin = shoal.parallel.offload._Traffic.begin
+    monkeypatch.setattr(
+        shoal.parallel.offload._Traffic, "begin", lambda *args: calls.append(begin(*args)) or calls[-1]
+    )
+    blocks, _ = stack()
+    offload_activations(blocks, CPU, kept_bytes=0)
+    x, table = torch.randn(4, 8, requires_grad=True) * 1, torch.randn(4, 8)
+    fetched: dict[int, list[bool]] = {}
+
+    def look(number: int, gradient: Tensor) -> None:
+        """Backward comes to a block: what of it is on the device, or on its way there?"""
+        fetched[number] = [
+            [found.source is None and found.back is None for found in call.ranges.values()].count(True) == 0
+            for call in calls
+        ]
+
+    for number, block in enumerate(blocks):
+        x = block(x, table)
+        x.register_hook(functools.partial(look, number))
+    x.sum().backward()
+    here = {number: [i for i, done in enumerate(found) if done] for number, found in fetched.items()}
+    # the last never left; each other one is asked for when the one after it begins, and no earlier
+    assert here == {4: [4], 3: [3, 4], 2: [2, 3, 4], 1: [1, 2, 3, 4], 0: [0, 1, 2, 3, 4]}
+
+
+def test_what_was_fetched_in_vain_has_come_before_its_memory_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lanes: list[LateLane] = []
+    copy_late(monkeypatch)
+    monkeypatch.setattr(
+        shoal.parallel.offload, "Lane", lambda device: lanes.append(LateLane(device)) or lanes[-1]
+    )
+    blocks, _ = stack()
+    offload_activations(blocks, CPU, kept_bytes=0)
+    x, table = torch.randn(4, 8, requires_grad=True) * 1, torch.randn(4, 8)
+    third = through(blocks[:3], x, table)
+    torch.autograd.grad(
+        through(blocks[3:], third, table).sum(), third
+    )  # stops before the third, which was fetched
+    coming = lanes[1]
+    assert coming.made < len(coming.asked)
+    through(blocks[:1], x, table)
+    assert coming.made == len(coming.asked)
+
+
+class Slope(nn.Module):
+    """A block that takes a gradient through the one before it, in its forward."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(x.sum(), table, retain_graph=True)
+        return x * slope
+
+
+def test_a_backward_that_began_before_its_block_left_waits_for_it_in_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gradients(blocks: list[Block], late: bool) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        x, table = (torch.randn(4, 8, generator=generator) for _ in range(2))
+        modules: list[nn.Module] = [blocks[0], Slope()]
+        if late:
+            offload_activations(modules, CPU, kept_bytes=0)
+        x.requires_grad_(), table.requires_grad_()
+        output = modules[1](modules[0](x * 1, table * 1), table)
+        return list(torch.autograd.grad(output.sum(), [x, table]))
+
+    right = gradients(stack()[0], late=False)
+    copy_late(monkeypatch)
+    for found, expected in zip(gradients(stack()[0], late=True), right, strict=True):
         assert torch.equal(found, expected)
 
 

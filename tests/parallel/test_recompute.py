@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.data.cut import MicroBatch, StepBatch
 from shoal.parallel.apply import parallelize
-from shoal.parallel.recompute import Choice, kind_of
+from shoal.parallel.recompute import Choice, _Keep, _Reuse, kind_of
 from shoal.plan import Plan
 from shoal.train.objective import NextToken, Supervised
 from shoal.train.optimizer import AdamW
@@ -92,6 +92,20 @@ def test_a_block_computes_twice_what_it_did_not_keep(
     counts = run_ranks(1, counted, plan_of(**keys))[0]
     assert counts["matmul"] - once["matmul"] == matmuls
     assert counts["attention"] - once["attention"] == attentions
+
+
+def test_a_kept_result_is_freed_when_it_is_given_unless_backward_passes_again() -> None:
+    weight = torch.randn(3, 3)
+    for once in (True, False):
+        kept: dict[Any, Any] = {}
+        with _Keep(Choice(("matmul",)), kept):
+            right = weight @ weight @ weight
+        assert len(kept) == 2
+        again = _Reuse(kept, once=once)
+        for _ in range(1 if once else 2):
+            with again:
+                assert torch.equal(weight @ weight @ weight, right)
+        assert len(kept) == (0 if once else 2)
 
 
 def test_every_second_matmul_begins_with_the_first() -> None:
