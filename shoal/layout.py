@@ -49,6 +49,8 @@ class Layout:
     experts: tuple[str, ...] = ()
     """modules that expert parallelism cuts: all their parameters are stacked, dim 0 the expert, and `forward(x, counts)` takes
     rows (N, width) sorted by expert with the number of each, and gives a row for each"""
+    experts_call: str = "forward"
+    """the method of `experts` that does so, where it is not their forward, which calls it"""
     inputs: dict[str, int] = field(default_factory=dict)
     """entries of a batch that have a sequence, and the dim that it is: {"tokens": 1, "labels": 1}"""
     positions: str | None = None

@@ -42,11 +42,18 @@ def verify(
             plan = settings.plan
             plans = [plan if plan and plan.says_degrees else complete_plan(settings, which_cluster(settings))]
         with stdout_on_stderr(active=as_json):
-            verdicts = verify(settings, plans, lambda verdict: _tell(console, verdict), steps=steps)
+            verdicts = verify(
+                settings,
+                plans,
+                lambda verdict: None if every and verdict.refused else _tell(console, verdict),
+                steps=steps,
+            )
     except ValueError as error:
         raise fail(str(error)) from error
     tried = [verdict for verdict in verdicts if not (every and verdict.refused)]
     different = [verdict for verdict in tried if not verdict.same]
+    if every:
+        _tell_refusals(console, [verdict for verdict in verdicts if verdict.refused])
     if as_json:
         typer.echo(json.dumps([_as_json(verdict) for verdict in verdicts]))
     else:
@@ -68,6 +75,16 @@ def _tell(console: Console, verdict: Verdict) -> None:
     console.print(f"{'same' if found.same else 'DIFFERENT':<10} {errors}  {name}", markup=False)
     if found.first is not None:
         console.print(f"           first: {found.first.describe()}", markup=False)
+
+
+def _tell_refusals(console: Console, refused: list[Verdict]) -> None:
+    """Plans that the model does not allow, once for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for verdict in refused:
+        reasons.setdefault(verdict.problem, []).append(verdict.plan.describe())
+    for reason, names in reasons.items():
+        more = f", and {len(names) - 1} more" if len(names) > 1 else ""
+        console.print(f"refused    {names[0]}{more}\n           {reason}", markup=False)
 
 
 def _as_json(verdict: Verdict) -> dict[str, object]:

@@ -55,9 +55,10 @@ def apply_expert(model: nn.Module, plan: Plan, mesh: DeviceMesh, layout: Layout)
                 part = distribute_tensor(parameter.detach(), axis, [Shard(0)], src_data_rank=None)
                 owner.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
                 use_as(owner, name, local_part)
-        forward = _compiled(module.forward) if plan.compiles(mesh.device_type) else module.forward
-        forward = with_local_parameters(forward, list(module.modules()))
-        module.forward = _exchanged(forward, axis.get_group())
+        compute = getattr(module, layout.experts_call)
+        compute = _compiled(compute) if plan.compiles(mesh.device_type) else compute
+        compute = with_local_parameters(compute, list(module.modules()))
+        setattr(module, layout.experts_call, _exchanged(compute, axis.get_group()))
     return list(found.values())
 
 

@@ -15,6 +15,7 @@ import torch
 from shoal.check import check
 from shoal.cluster import Cluster
 from shoal.config import Settings
+from shoal.data.text import HF
 from shoal.launch.local import launch
 from shoal.models.moe_presets import resolve_moe
 from shoal.models.presets import resolve
@@ -22,7 +23,7 @@ from shoal.plan import Plan
 from shoal.run import write_whole
 from shoal.verify.compare import Comparison, compare, rounding, same_batches
 from shoal.verify.record import TASKS, Record, read_record, record
-from shoal.verify.shrink import STEPS, shrink, shrink_plan, small_moe_dims
+from shoal.verify.shrink import STEPS, shrink, shrink_plan, small_length, small_moe_dims
 from shoal.world import join_world
 
 KEPT_KEYS = ("micro_batch", "recompute", "recompute_keep", "recompute_every", "offload")
@@ -174,6 +175,12 @@ def ends_and_experts(settings: Settings) -> dict[str, Any]:
     if settings.model.family == "moe":
         dims = small_moe_dims(resolve_moe(settings.model, settings.data.vocab), Plan())
         return {"tied": dims.base.tied, "experts": dims.experts}
+    if settings.model.family.startswith(HF):
+        from shoal.models.huggingface.shrink import is_tied, num_experts, small_options
+
+        family = settings.model.family
+        options = small_options(family, settings.model.options, Plan(), small_length(Plan()))
+        return {"tied": is_tied(family, options), "experts": num_experts(family, options)}
     return {"tied": settings.model.family == "llama" and resolve(settings.model, settings.data.vocab).tied}
 
 

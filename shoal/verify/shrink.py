@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from shoal.config import Settings
-from shoal.data.text import SourceKind, source_kind
+from shoal.data.text import HF, SourceKind, source_kind
 from shoal.job import Model
 from shoal.models.moe_presets import MoeDims, resolve_moe
 from shoal.models.presets import LlamaDims, resolve
@@ -38,8 +38,9 @@ def _largest_divisor(number: int) -> int:
 def shrink(settings: Settings, plan: Plan, steps: int = STEPS) -> tuple[Settings, Plan]:
     """Small settings of `steps` steps and a plan for them.
 
-    Layers, width, vocabulary and sequence become the smallest that the plan's axes divide. A model of the user's own stays as it
-    is. Text becomes random tokens; a dataset of the user's own is kept. Each rank has a few micro-batches.
+    Layers, width, vocabulary and sequence become the smallest that the plan's axes divide; of a transformers model those that its
+    configuration names, and its weights are new ones. A model of the user's own stays as it is. Text becomes random tokens; a
+    dataset of the user's own is kept. Each rank has a few micro-batches.
     """
     count = max(2, 2 * plan.pipeline if plan.pipeline > 1 else 2)
     size = min(2, plan.micro_batch or 2)
@@ -56,9 +57,30 @@ def shrink(settings: Settings, plan: Plan, steps: int = STEPS) -> tuple[Settings
         moe = small_moe_dims(resolve_moe(settings.model, settings.data.vocab), plan)
         changed["model"] = moe_table(moe)
         changed["data"] = settings.data.model_copy(update=small_data(moe.base, plan))
+    elif settings.model.family.startswith(HF):
+        changed |= _small_hugging_face(settings, plan)
     elif source_kind(settings.data.source) is not SourceKind.USER:
         changed["data"] = settings.data.model_copy(update={"source": "synthetic"})
     return settings.model_copy(update=changed), small
+
+
+def _small_hugging_face(settings: Settings, plan: Plan) -> dict[str, object]:
+    """A small model of the same kind with new weights, and random tokens of its vocabulary."""
+    from shoal.models.huggingface.shrink import small_options, vocabulary
+
+    family, theirs = settings.model.family, source_kind(settings.data.source) is SourceKind.USER
+    length = settings.data.seq_len if theirs else small_length(plan)
+    options = small_options(family, settings.model.options, plan, length, same_tokens=theirs)
+    model = settings.model.model_copy(update={"options": options})
+    if theirs:
+        return {"model": model}
+    data = {
+        "source": "synthetic",
+        "vocab": vocabulary(family, options),
+        "seq_len": length,
+        "tokenizer": "bytes",
+    }
+    return {"model": model, "data": settings.data.model_copy(update=data)}
 
 
 def small_dims(dims: LlamaDims, plan: Plan) -> LlamaDims:

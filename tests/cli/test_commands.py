@@ -208,8 +208,10 @@ def test_verify_tells_plans_that_a_model_does_not_allow_and_counts_those_that_we
     job = str(ROOT / "examples" / "digits.toml")
     every = shoal_process("verify", job, "--all", "2", "--steps", "1", folder=ROOT)
     assert every.returncode == 0, every.stdout + every.stderr
-    refused = len(re.findall(r"^refused ", every.stdout, re.MULTILINE))
-    assert refused and f"; {refused} are not for this model" in every.stdout
+    told = re.findall(r"^refused .*?(?:, and (\d+) more)?\n +(.*)", every.stdout, re.MULTILINE)
+    assert len({reason for _, reason in told}) == len(told)  # each reason once
+    refused = sum(1 + int(more or 0) for more, _ in told)
+    assert refused > len(told) and f"; {refused} are not for this model" in every.stdout
     one = shoal_process("verify", job, "plan.tensor=2", "--json", "--steps", "1", folder=ROOT)
     (found,) = json.loads(one.stdout)
     assert one.returncode == 1 and found["refused"] and "no layout" in found["problem"]

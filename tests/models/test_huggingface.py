@@ -104,6 +104,32 @@ def test_axes_of_llama_compose(plan: Plan) -> None:
     assert_same(run_ranks(plan.world_size, toy.run_plan, plan, folder_of("llama")), plainly("llama"))
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(shard=2, expert=2, micro_batch=2),
+        Plan(context=2, expert=2),
+        Plan(pipeline=2, shard=2, expert=2, micro_batch=4),
+        Plan(shard=4, zero=2, expert=2),
+    ],
+    ids=Plan.describe,
+)
+def test_mixtures_share_their_experts(plan: Plan) -> None:
+    kinds = ["mixtral", "qwen3_moe"]
+    by_rank = run_ranks(plan.world_size, run_folders, plan, [folder_of(kind) for kind in kinds], timeout=240)
+    for kind, records in zip(kinds, map(list, zip(*by_rank, strict=True)), strict=True):
+        assert_same(records, plainly(kind))
+
+
+def test_experts_that_cannot_be_shared_are_refused() -> None:
+    from shoal.models.huggingface import builder_of
+
+    with pytest.raises(ValueError, match=r"plan.expert = 3 does not divide the 4 experts.*\[1, 2, 4\]"):
+        builder_of(str(folder_of("mixtral")))().check_plan(Plan(shard=3, expert=3), 12)
+    with pytest.raises(ValueError, match="shares the experts of a mixture"):
+        builder_of(str(folder_of("llama")))().check_plan(Plan(shard=2, expert=2), 12)
+
+
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kinds in OTHERS.items() for kind in kinds])
 def test_other_models_train_alike_where_their_structure_allows_it(name: str, kind: str) -> None:
     assert_same(on_plan(name)[kind], plainly(kind))

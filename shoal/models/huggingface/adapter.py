@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shoal.layout import Layout
 from shoal.models.huggingface.attention import NAME, plain
+from shoal.models.huggingface.experts import by_rows
 from shoal.models.huggingface.layout import Structure, layout_for
 from shoal.models.huggingface.weights import Part, StoredWeights, is_adapter, plain_name
 from shoal.models.llama import document_mask
@@ -127,6 +128,8 @@ class HuggingFace(nn.Module):
         """How this model can be cut, and what it does not allow."""
         found = layout_for(self.inner, self.structure, plan, ours=self._is_ours)
         self._sequence_parts = plan.tensor if found.sequence_dim is not None else 1
+        for path in found.experts if plan.expert > 1 else ():
+            by_rows(self.inner.get_submodule(path), plan.expert)
         return found
 
     def check_plan(self, plan: Plan, length: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from shoal.layout import Layout
+from shoal.models.huggingface.experts import CALL, mixtures
 from shoal.parallel.units import find_units
 from shoal.plan import Plan
 
@@ -83,6 +84,8 @@ def layout_for(model: Any, structure: Structure, plan: Plan, *, ours: bool) -> L
         head=structure.head if vocabulary else None,
         sequence_dim=1 if sequence else None,
         attention=tuple(structure.attention),
+        experts=tuple(mixtures(model)),
+        experts_call=CALL,
         inputs={"tokens": 1, "labels": 1, "positions": 1},
         positions="positions",
         blocks=structure.container,

@@ -105,6 +105,17 @@ def _folder(name: str, *, with_weights: bool) -> Path:
         ) from error
 
 
+def read_config(name: str, options: dict[str, Any]) -> Any:
+    """A model's configuration with `options.config` in it, as transformers has it.
+
+    Raises:
+        ValueError: there is no such model, or an option is unknown.
+    """
+    name = name.removeprefix(HF)
+    transformers = import_extra("transformers", f'model.family = "hf:{name}"')
+    return _config(transformers, _folder(name, with_weights=False), _options(options).config)
+
+
 def _config(transformers: Any, folder: Path, replaced: dict[str, Any]) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder)
     unknown = [key for key in replaced if not hasattr(config, key)]
