@@ -47,6 +47,8 @@ def rows(ranks: int) -> list[Row]:
     long = (f"plan.context={n}", "plan.zero=3", "train.global_batch=1", "plan.recompute=full")
     of_any = [
         Row(f"shard {n}", shard),
+        Row(f"shard {n}, float8", (*shard, "train.precision=float8")),
+        Row(f"shard {n}, float8_rowwise", (*shard, "train.precision=float8_rowwise")),
         Row(f"tensor {n}", (f"plan.tensor={n}", "plan.micro_batch=1")),
         Row(f"pipeline {n}, 1f1b", (pipeline, *SIXTEEN)),
         Row(

@@ -11,7 +11,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+Precision = Literal["fp32", "bf16", "fp16", "fp64", "float8", "float8_rowwise"]
+FLOAT8 = ("float8", "float8_rowwise")
+NARROW = ("bf16", "fp16", *FLOAT8)
+"""precisions whose activations have 2 bytes"""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 FAMILIES = ("llama", "moe")
 EXPERT_KEYS = ("experts", "top_k", "shared_experts", "expert_ffn", "scoring", "balance_rate")
@@ -126,7 +129,9 @@ class Train(Section):
         32, ge=1, description="samples an optimizer step, over all ranks and micro-batches"
     )
     precision: Precision = Field(
-        "fp32", description="compute type; master weights and gradient sums are fp32 (fp64 with fp64)"
+        "fp32",
+        description="compute type; master weights and gradient sums are fp32 (fp64 with fp64). float8: the linears of blocks "
+        "multiply in 8 bits, with one scale a tensor (or a row), and the rest is bf16",
     )
     seed: int = Field(0, ge=0, description="weights, data order and dropout derive from it")
     objective: str | None = Field(

@@ -130,8 +130,8 @@ def source_fingerprint(data: Data) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def import_extra(module: str, needed_by: str) -> Any:
-    """A library of the `hf` extra.
+def import_extra(module: str, needed_by: str, extra: str = "hf") -> Any:
+    """A library of one of Shoal's extras.
 
     Raises:
         ValueError: it is not installed; names the command that installs it.
@@ -139,7 +139,7 @@ def import_extra(module: str, needed_by: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(f"{needed_by} needs the {module} library: pip install 'shoal[hf]'") from error
+        raise ValueError(f"{needed_by} needs the {module} library: pip install 'shoal[{extra}]'") from error
 
 
 def _file_line(path: Path) -> str:

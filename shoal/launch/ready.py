@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from shoal.data.format import is_prepared, read_index
 from shoal.data.prepare import prepare, prepared_key
 from shoal.data.text import HF, SourceKind, source_kind, source_name
 from shoal.imports import load_object, require_arguments
-from shoal.job import FAMILIES, Job
+from shoal.job import FAMILIES, FLOAT8, NARROW, Job
 from shoal.launch.errors import user_frame
 from shoal.models.build import builder
 from shoal.models.moe_presets import MoeDims, num_moe_parameters, resolve_moe
@@ -67,6 +68,10 @@ def make_ready(
 def check_early(settings: Settings, cluster: Cluster) -> None:
     """What can be refused before minutes are spent on data."""
     plan = settings.plan
+    if settings.train.precision in FLOAT8 and find_spec("torchao") is None:
+        raise ValueError(
+            f"train.precision = \"{settings.train.precision}\" needs the torchao library: pip install 'shoal[float8]'"
+        )
     if plan is not None and plan.says_degrees:
         check(settings.job, plan, cluster)
     else:
@@ -219,13 +224,13 @@ def _llama_activations(dims: LlamaDims, job: Job) -> int:
     """About what one sample keeps for backward without recompute, bytes: inputs of matrix multiplications
     and logits.
     """
-    width = 2 if job.train.precision in ("bf16", "fp16") else 4
+    width = 2 if job.train.precision in NARROW else 4
     block = 8 * dims.dim + 2 * (dims.heads + 2 * dims.kv_heads) * dims.head_dim + 4 * dims.ffn
     return job.data.seq_len * (width * dims.layers * block + (width + 8) * dims.vocab)
 
 
 def _moe_activations(dims: MoeDims, job: Job) -> int:
     """As Llama's, with what each of a token's experts keeps: its row, taken, made and weighed, and its hidden values."""
-    width = 2 if job.train.precision in ("bf16", "fp16") else 4
+    width = 2 if job.train.precision in NARROW else 4
     rows = dims.top_k * (3 * dims.base.dim + 4 * dims.expert_ffn)
     return _llama_activations(dims.base, job) + job.data.seq_len * width * dims.base.layers * rows

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.job import Precision
+from shoal.parallel.float8 import apply_float8
 from shoal.parallel.initialise import InitParameter, build, initialiser_of, is_meta, materialise
 from shoal.parallel.offload import offload_activations
 from shoal.parallel.precision import types_of
@@ -58,6 +59,7 @@ def parallelize(
     units = find_units(built)
     blocks = units or [Unit("", built)]
     again = recomputed_blocks(blocks, plan)
+    apply_float8((block.module for block in blocks), precision, plan, world.device)
     spread = apply_axes(built, plan, world)
     there = set(built.modules())
     units = [unit for unit in units if unit.module in there]

@@ -33,6 +33,8 @@ def types_of(precision: Precision) -> Types:
         "fp32": Types(torch.float32, torch.float32),
         "bf16": Types(torch.float32, torch.bfloat16),
         "fp16": Types(torch.float32, torch.float16),
+        "float8": Types(torch.float32, torch.bfloat16),
+        "float8_rowwise": Types(torch.float32, torch.bfloat16),
     }[precision]
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -236,11 +236,25 @@ def _left(x: Tensor, sequence_dim: int | None, group: dist.ProcessGroup) -> Tens
 def _row_forward(
     linear: nn.Linear, sequence_dim: int | None, group: dist.ProcessGroup
 ) -> Callable[[Tensor], Tensor]:
+    if linear.bias is None:
+        multiply = linear.forward
+    elif type(linear) is nn.Linear:
+        multiply = partial(_multiply, linear)
+    else:
+        raise ValueError(
+            f"{type(linear).__name__} adds a bias to its product, which is a sum over the tensor axis: the two cannot be told "
+            "apart; use plan.tensor = 1, or another train.precision"
+        )
+
     def forward(input: Tensor) -> Tensor:
-        summed = _left(F.linear(input, linear.weight), sequence_dim, group)
+        summed = _left(multiply(input), sequence_dim, group)
         return summed if linear.bias is None else summed + linear.bias
 
     return forward
+
+
+def _multiply(linear: nn.Linear, input: Tensor) -> Tensor:
+    return F.linear(input, linear.weight)
 
 
 def _embedding_forward(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
-from shoal.job import Train
+from shoal.job import NARROW, Train
 from shoal.plan import Plan
 
 SMALL = 200e6  # parameters; below, a step's many small collectives cost more than the update of the whole
@@ -63,7 +63,7 @@ def _data_parallel(train: Train, work: Workload, cluster: Cluster) -> Plan:
         return Plan(replicate=cluster.num_devices)
     master = 8 if train.precision == "fp64" else 4
     state = 4 * master * work.parameters  # a parameter, its gradient and AdamW's two moments
-    gathered = {"bf16": 2, "fp16": 2}.get(train.precision, master) * work.parameters  # in the compute type
+    gathered = (2 if train.precision in NARROW else master) * work.parameters  # in the compute type
     budget, per_node = STATE_SHARE * memory, cluster.devices_per_node
     if state + gathered <= budget and (work.parameters < SMALL or cluster.num_devices == 1):
         return Plan(replicate=cluster.num_devices)

@@ -16,6 +16,7 @@ from shoal.check import check
 from shoal.cluster import Cluster
 from shoal.config import Settings
 from shoal.data.text import HF
+from shoal.job import NARROW
 from shoal.launch.local import launch
 from shoal.models.moe_presets import resolve_moe
 from shoal.models.presets import resolve
@@ -55,8 +56,8 @@ def verify(
 ) -> list[Verdict]:
     """Compare each plan with one device; plans of one size share a launch.
 
-    [Note: sharp] In bf16 and fp16 one device itself is so far from the exact numbers that a mistake can hide behind it: a job of
-    that precision is compared in fp32 as well, and a difference there counts as one.
+    [Note: sharp] In bf16, fp16 and float8 one device itself is so far from the exact numbers that a mistake can hide behind it: a
+    job of that precision is compared in fp32 as well, and a difference there counts as one.
 
     Args:
         told: called with each verdict as it is known.
@@ -87,7 +88,7 @@ def verify(
 
 def _precisions(task: Settings) -> list[Settings]:
     """The task in its own precision, and in fp32 where that is sharper."""
-    if task.train.precision not in ("bf16", "fp16"):
+    if task.train.precision not in NARROW:
         return [task]
     return [task, task.model_copy(update={"train": task.train.model_copy(update={"precision": "fp32"})})]
 

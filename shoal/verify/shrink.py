@@ -6,7 +6,7 @@ import math
 
 from shoal.config import Settings
 from shoal.data.text import HF, SourceKind, source_kind
-from shoal.job import Model
+from shoal.job import FLOAT8, Model, Precision
 from shoal.models.moe_presets import MoeDims, resolve_moe
 from shoal.models.presets import LlamaDims, resolve
 from shoal.plan import AXES, Plan
@@ -49,12 +49,13 @@ def shrink(settings: Settings, plan: Plan, steps: int = STEPS) -> tuple[Settings
     train = settings.train.model_copy(update={"global_batch": batch, "steps": steps, "eval_every": 0})
     optimizer = settings.optimizer.model_copy(update={"warmup": min(2, settings.optimizer.warmup)})
     changed: dict[str, object] = {"train": train, "optimizer": optimizer}
+    width = small_width(train.precision, plan)
     if settings.model.family == "llama":
-        dims = small_dims(resolve(settings.model, settings.data.vocab), plan)
+        dims = small_dims(resolve(settings.model, settings.data.vocab), plan, width)
         changed["model"] = Model.model_validate({"family": "llama", **dims._asdict()})
         changed["data"] = settings.data.model_copy(update=small_data(dims, plan))
     elif settings.model.family == "moe":
-        moe = small_moe_dims(resolve_moe(settings.model, settings.data.vocab), plan)
+        moe = small_moe_dims(resolve_moe(settings.model, settings.data.vocab), plan, width)
         changed["model"] = moe_table(moe)
         changed["data"] = settings.data.model_copy(update=small_data(moe.base, plan))
     elif settings.model.family.startswith(HF):
@@ -70,7 +71,10 @@ def _small_hugging_face(settings: Settings, plan: Plan) -> dict[str, object]:
 
     family, theirs = settings.model.family, source_kind(settings.data.source) is SourceKind.USER
     length = settings.data.seq_len if theirs else small_length(plan)
-    options = small_options(family, settings.model.options, plan, length, same_tokens=theirs)
+    width = small_width(settings.train.precision, plan)
+    options = small_options(
+        family, settings.model.options, plan, length, head_width=width, same_tokens=theirs
+    )
     model = settings.model.model_copy(update={"options": options})
     if theirs:
         return {"model": model}
@@ -83,24 +87,28 @@ def _small_hugging_face(settings: Settings, plan: Plan) -> dict[str, object]:
     return {"model": model, "data": settings.data.model_copy(update=data)}
 
 
-def small_dims(dims: LlamaDims, plan: Plan) -> LlamaDims:
+def small_width(precision: Precision, plan: Plan) -> int:
+    """Of which every size is a multiple: float8 multiplies parts of 16 and more alone."""
+    return 16 * plan.tensor if precision in FLOAT8 else HEAD_WIDTH
+
+
+def small_dims(dims: LlamaDims, plan: Plan, head_width: int = HEAD_WIDTH) -> LlamaDims:
     """Small dimensions of the same kind: grouped key/value heads stay grouped, a tied head tied."""
     heads = math.lcm(4, plan.tensor * (plan.context if plan.context_by == "all_to_all" else 1))
     grouped = dims.kv_heads < dims.heads
-    width = heads * HEAD_WIDTH
     return dims._replace(
-        dim=width,
+        dim=heads * head_width,
         layers=max(2, plan.stages),
         heads=heads,
         kv_heads=math.gcd(heads, max(2, plan.tensor // 2)) if grouped else heads,
-        ffn=math.lcm(8, plan.tensor) * 5,
+        ffn=math.lcm(head_width, plan.tensor) * 5,
         vocab=math.lcm(4, plan.tensor) * 66,
     )
 
 
-def small_moe_dims(dims: MoeDims, plan: Plan) -> MoeDims:
+def small_moe_dims(dims: MoeDims, plan: Plan, head_width: int = HEAD_WIDTH) -> MoeDims:
     """As `small_dims`: shared experts stay shared, and each token goes to as many experts as before, up to two."""
-    base = small_dims(dims.base, plan)
+    base = small_dims(dims.base, plan, head_width)
     return dims._replace(
         base=base if dims.base.ffn else base._replace(ffn=0),
         experts=math.lcm(4, plan.expert),

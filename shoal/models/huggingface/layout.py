@@ -118,7 +118,7 @@ def _regions(model: Any) -> list[Region]:
     for path, styles in by_parent.items():
         column, row = styles.get("colwise", []), styles.get("rowwise", [])
         others = set(styles) - {"colwise", "rowwise"} - WHOLE_STYLES
-        linears = all(type(named[name]) is nn.Linear for name in (*column, *row))
+        linears = all(isinstance(named[name], nn.Linear) for name in (*column, *row))
         if path and column and row and not others and linears:
             found.append(Region(path, column, row))
     return found
@@ -167,7 +167,7 @@ def _cuts_vocabulary(model: Any, structure: Structure, plan: Plan) -> bool:
     embedding, head = model.get_submodule(structure.embedding), model.get_submodule(structure.head)
     return (
         type(embedding) is nn.Embedding
-        and type(head) is nn.Linear
+        and isinstance(head, nn.Linear)
         and embedding.num_embeddings % plan.tensor == 0
         and head.out_features % plan.tensor == 0
     )

@@ -11,12 +11,17 @@ from shoal.models.huggingface.experts import mixtures
 from shoal.models.huggingface.source import builder_of, read_config
 from shoal.plan import Plan
 
-HEAD_WIDTH = 8
 WINDOW = 5  # shorter than the short sequences, so that windows still matter
 
 
 def small_options(
-    family: str, options: dict[str, Any], plan: Plan, length: int, *, same_tokens: bool = False
+    family: str,
+    options: dict[str, Any],
+    plan: Plan,
+    length: int,
+    *,
+    head_width: int = 8,
+    same_tokens: bool = False,
 ) -> dict[str, Any]:
     """`[model.options]` of a small model of the same kind with new weights, which the plan can cut.
 
@@ -26,6 +31,7 @@ def small_options(
     Args:
         family: "hf:<path or id>".
         length: of the sequences, in tokens.
+        head_width: of which every width is a multiple.
         same_tokens: the data is the user's own, so the vocabulary stays.
 
     Raises:
@@ -33,7 +39,7 @@ def small_options(
     """
     config = read_config(family, options)
     built: list[dict[str, Any]] = []
-    for smaller in _candidates(config, plan, same_tokens):
+    for smaller in _candidates(config, plan, head_width, same_tokens):
         tried: dict[str, Any] = {
             **options,
             "weights": False,
@@ -65,8 +71,8 @@ def is_tied(family: str, options: dict[str, Any]) -> bool:
     return bool(getattr(read_config(family, options), "tie_word_embeddings", False))
 
 
-def _candidates(config: Any, plan: Plan, same_tokens: bool) -> Iterator[dict[str, Any]]:
-    blocks, narrower = _fewer_blocks(config, plan), _narrower(config, plan)
+def _candidates(config: Any, plan: Plan, head_width: int, same_tokens: bool) -> Iterator[dict[str, Any]]:
+    blocks, narrower = _fewer_blocks(config, plan), _narrower(config, plan, head_width)
     if not same_tokens:
         narrower |= _fewer_tokens(config, plan)
     yield {**blocks, **narrower}
@@ -98,17 +104,17 @@ def _is_hashable(values: list[Any]) -> bool:
     return all(isinstance(value, str | int | bool | float) for value in values)
 
 
-def _narrower(config: Any, plan: Plan) -> dict[str, Any]:
+def _narrower(config: Any, plan: Plan, head_width: int) -> dict[str, Any]:
     """The entries that there are, as small as the plan's axes divide; grouped heads stay grouped."""
     heads = math.lcm(4, plan.tensor * (plan.context if plan.context_by == "all_to_all" else 1))
     groups = getattr(config, "num_key_value_heads", None)
     grouped = groups is not None and groups < config.num_attention_heads
-    inner, experts = math.lcm(8, plan.tensor) * 5, math.lcm(4, plan.expert)
+    inner, experts = math.lcm(head_width, plan.tensor) * 5, math.lcm(4, plan.expert)
     wanted = {
-        "hidden_size": heads * HEAD_WIDTH,
+        "hidden_size": heads * head_width,
         "num_attention_heads": heads,
         "num_key_value_heads": math.gcd(heads, max(2, plan.tensor // 2)) if grouped else heads,
-        "head_dim": HEAD_WIDTH,
+        "head_dim": head_width,
         "intermediate_size": inner,
         "moe_intermediate_size": inner,
         "shared_expert_intermediate_size": inner,
