@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from benchmarks.machine import version_of
 from torch import Tensor, nn
 
-from benchmarks.machine import version_of
 from benchmarks.setting import Setting, read_setting
 from shoal.data.batches import batches, open_dataset
 from shoal.models.llama import Llama
