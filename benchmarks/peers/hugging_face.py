@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.peers.measure import Peer, product_weights
+from benchmarks.peers.measure import Peer
+from benchmarks.peers.weights import by_name, fill, renamed
 
 
 def build(peer: Peer) -> Any:
@@ -30,7 +31,7 @@ def build(peer: Peer) -> Any:
     )
     with peer.device:
         model = LlamaForCausalLM(config)
-    product_weights(model, peer, product_name)
+    fill(model, peer, by_name(product_name))
     return model.train()
 
 
@@ -53,9 +54,7 @@ PRODUCT_NAMES = {
 
 def product_name(name: str) -> str:
     """The product's name of a parameter: `model.layers.0.mlp.up_proj.weight` is `blocks.0.feed_forward.up.weight`."""
-    for theirs, ours in PRODUCT_NAMES.items():
-        name = name.replace(theirs, ours)
-    return name
+    return renamed(name, PRODUCT_NAMES)
 
 
 def loss_of(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
