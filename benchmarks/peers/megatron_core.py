@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig  # pyrefly: ignore[missing-import]
 from torch import Tensor, nn
 
+from benchmarks.peers.mapping import megatron_part
 from benchmarks.peers.measure import (
     RECOMPUTE,
     MicroBatch,
@@ -41,8 +42,7 @@ from benchmarks.peers.measure import (
     read_arguments,
     recomputes,
 )
-from benchmarks.peers.weights import Whole, fill
-from shoal.models.presets import LlamaDims
+from benchmarks.peers.weights import fill
 
 # a parameter of a tensor-parallel part: bf16 parameter and fp32 gradient whole; master and two moments cut
 WHOLE_BYTES = 6
@@ -162,54 +162,8 @@ def built(peer: Peer, config: TransformerConfig) -> GPTModel:
     ).to(peer.device)
     tensor = config.tensor_model_parallel_size
     rank = parallel_state.get_tensor_model_parallel_rank()
-    fill(model, peer, lambda name, whole: part_of(name, whole, dims, rank, tensor))
+    fill(model, peer, lambda name, whole: megatron_part(name, whole, dims, rank, tensor))
     return model
-
-
-def part_of(name: str, whole: Whole, dims: LlamaDims, rank: int, tensor: int) -> Tensor:
-    """This rank's part of a parameter of Megatron's, of `tensor` ranks, from the product's whole ones.
-
-    Queries, keys and values are one matrix: group by group the queries that share a key, their key, their value. Gate and up
-    are one: a rank has its part of gate, then its part of up.
-    """
-    cut = _Cut(rank, tensor)
-    if name.endswith("final_layernorm.weight"):
-        return whole("norm.weight")
-    if name.startswith("embedding.word_embeddings"):
-        return cut.rows(whole("embedding.weight"))
-    if name.startswith("output_layer"):
-        return cut.rows(whole("head.weight"))
-    _, _, layer, *rest = name.split(".")
-    inner, block = ".".join(rest), f"blocks.{layer}"
-    if inner == "input_layernorm.weight":
-        return whole(f"{block}.attention_norm.weight")
-    if inner == "pre_mlp_layernorm.weight":
-        return whole(f"{block}.feed_forward_norm.weight")
-    if inner == "self_attention.linear_qkv.weight":
-        query, key, value = (whole(f"{block}.attention.{kind}.weight") for kind in ("query", "key", "value"))
-        grouped = [x.view(dims.kv_heads, -1, x.shape[1]) for x in (query, key, value)]
-        return cut.rows(torch.cat(grouped, dim=1).flatten(0, 1))
-    if inner == "mlp.linear_fc1.weight":
-        halves = (whole(f"{block}.feed_forward.{kind}.weight") for kind in ("gate", "up"))
-        return torch.cat([cut.rows(half) for half in halves])
-    if inner == "self_attention.linear_proj.weight":
-        return cut.columns(whole(f"{block}.attention.output.weight"))
-    if inner == "mlp.linear_fc2.weight":
-        return cut.columns(whole(f"{block}.feed_forward.down.weight"))
-    raise ValueError(f"Megatron's model has a parameter that is not known here: {name}")
-
-
-class _Cut:
-    """One rank's part of a matrix."""
-
-    def __init__(self, rank: int, of: int) -> None:
-        self._rank, self._of = rank, of
-
-    def rows(self, x: Tensor) -> Tensor:
-        return x.chunk(self._of, dim=0)[self._rank]
-
-    def columns(self, x: Tensor) -> Tensor:
-        return x.chunk(self._of, dim=1)[self._rank]
 
 
 def wrapped(model: GPTModel, config: TransformerConfig, peer: Peer) -> DistributedDataParallel:

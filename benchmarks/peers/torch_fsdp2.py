@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.peers.measure import MicroBatch, Peer, adamw, join, measure, read_arguments
-from benchmarks.peers.weights import by_name, fill
+from benchmarks.peers.weights import fill
 from shoal.models.llama import Llama
 
 ATTENTION = [
@@ -53,7 +53,7 @@ def build(peer: Peer) -> Llama:
     """The model on the device, with the product's initial weights."""
     with peer.device:
         model = Llama(peer.setting.dims)
-    fill(model, peer, by_name())
+    fill(model, peer, lambda name, whole: whole(name))
     return model
 
 

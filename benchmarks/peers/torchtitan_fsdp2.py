@@ -18,29 +18,15 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs  # pyrefly: igno
 from torchtitan.protocols.model_converter import build_model_converters  # pyrefly: ignore[missing-import]
 from torchtitan.tools.utils import GarbageCollection  # pyrefly: ignore[missing-import]
 
+from benchmarks.peers.mapping import torchtitan_value
 from benchmarks.peers.measure import MicroBatch, Peer, fits, join, measure, read_arguments
-from benchmarks.peers.weights import Whole, fill, renamed
+from benchmarks.peers.weights import fill
 
 STATE_BYTES = 16  # a parameter: fp32 master, gradient and two moments, all cut
 COMPILED_KEEPS = 0.6  # of what eager code keeps: 8B at 8192 tokens ran in 71 GiB of an 80 GB GPU
 RECOMPUTE = ("auto", "none", "selective", "full")
 OPTIONS = {"recompute": RECOMPUTE, "float8": ("false", "true")}
 FLOAT8 = "quantize.linear.float8"
-
-PRODUCT_NAMES = {
-    "_orig_mod.": "",
-    "_checkpoint_wrapped_module.": "",
-    "tok_embeddings": "embedding",
-    "layers.": "blocks.",
-    "attention.wq": "attention.query",
-    "attention.wk": "attention.key",
-    "attention.wv": "attention.value",
-    "attention.wo": "attention.output",
-    "feed_forward.w1": "feed_forward.gate",
-    "feed_forward.w2": "feed_forward.down",
-    "feed_forward.w3": "feed_forward.up",
-    "ffn_norm": "feed_forward_norm",
-}
 
 
 def main() -> None:
@@ -120,7 +106,7 @@ def build(peer: Peer, spec: Any, config: JobConfig, parallel: ParallelDims, conv
     model.to_empty(device=peer.device)
     with torch.no_grad():
         model.init_weights(buffer_device=None)  # its rotary table
-    fill(model, peer, lambda name, whole: value_of(renamed(name, PRODUCT_NAMES), whole, peer))
+    fill(model, peer, lambda name, whole: torchtitan_value(name, whole, peer.setting.dims))
     return model.train()
 
 
@@ -140,19 +126,6 @@ def model_args(peer: Peer) -> TransformerModelArgs:
         rope_theta=dims.rope_theta,
         rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0),
     )
-
-
-def value_of(name: str, whole: Whole, peer: Peer) -> Tensor:
-    """A weight by its product's name; queries and keys have their rows in the order of torchtitan's rotary pairs.
-
-    The product turns pairs (i, i + E/2) of a head of width E, torchtitan pairs (2 i, 2 i + 1).
-    """
-    tensor = whole("head.weight" if name == "output.weight" else name)
-    if not name.endswith(("attention.query.weight", "attention.key.weight")):
-        return tensor
-    half = peer.setting.dims.head_dim // 2
-    rows, width = tensor.shape
-    return tensor.view(rows // (2 * half), 2, half, width).transpose(1, 2).reshape(rows, width)
 
 
 if __name__ == "__main__":

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from benchmarks.peers.mapping import Find, Whole
 from benchmarks.peers.measure import Peer
 from shoal.models.llama import Llama
 from shoal.parallel.initialise import part_slices, seed_of
-
-Whole = Callable[[str], Tensor]
-"""From the product's name of a parameter to its whole initial value, in fp32 on the CPU"""
-Find = Callable[[str, Whole], Tensor]
-"""From a peer's name of a parameter to the value that it is to have: whole, or this rank's part of it"""
 
 
 def whole_of(peer: Peer) -> Whole:
@@ -49,20 +44,3 @@ def fill(model: nn.Module, peer: Peer, find: Find) -> None:
         for (_, parameter), tensor in zip(named, pool.map(value, named), strict=True):
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             local.copy_(tensor)
-
-
-def by_name(find: Callable[[str], str] = str) -> Find:
-    """For models that have the product's parameters under other names."""
-    return lambda name, whole: whole(find(name))
-
-
-def renamed(name: str, table: dict[str, str]) -> str:
-    """A name with parts of it replaced.
-
-    Example:
-        >>> renamed("layers.0.wo.weight", {"layers.": "blocks.", "wo": "output"})
-        'blocks.0.output.weight'
-    """
-    for theirs, ours in table.items():
-        name = name.replace(theirs, ours)
-    return name

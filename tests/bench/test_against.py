@@ -1,113 +1,158 @@
-"""The runner of benchmarks/step_1b.py on two CPU ranks, and what it makes of outputs and failures."""
+"""`shoal bench step`: one run from the command line to its files, and what is refused before anything starts."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import sys
-import time
-from datetime import datetime
+import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
-from benchmarks.machine import read_samples, summary
-from benchmarks.processes import first_error, run_limited
-from benchmarks.rows import Measured, Row, figures, obstacle, rows
 from benchmarks.setting import JOBS, read_setting
-from benchmarks.step_1b import choose, main
-from benchmarks.table import headline, markdown_table, rows_table
+from shoal.bench.against import find_checkout, read_names, require_equal_work
+from shoal.bench.figures import Amount, figures
+from shoal.bench.show import against_table, headline, markdown_table
+from shoal.cli import app
+from shoal.config import Settings, load
+from shoal.launch.ready import make_ready
+from shoal.models.presets import num_parameters, resolve
+
+ROOT = Path(__file__).parents[2]
+TINY = str(JOBS / "tiny.toml")
+SMALL = ["model.layers=1", "data.seq_len=16", "cluster=2 cpu"]
 
 
-def test_one_row_of_the_product_is_measured_and_written(tmp_path: Path) -> None:
-    code = main(["--out", str(tmp_path), "--size", "tiny", "--steps", "3", "--only", "shoal-replicate"])
-    result = json.loads((tmp_path / "step_1b.json").read_text())
-    (row,) = result["rows"]
-    assert code == 0, row
-    assert "error" not in row
-    assert row["command"][1:4] == ["-m", "shoal", "train"]
-    assert "plan.replicate=2" in row["command"]
-    assert len(row["losses"]) == len(row["seconds"]) == 3
-    assert row["losses"][0] == pytest.approx(math.log(512), abs=0.1)  # random weights guess evenly
-    assert row["tokens_per_s_per_gpu"] == pytest.approx(4 * 64 / row["step_s"], rel=1e-3)
-    assert row["allocated_gib"] > 0
-    assert result["setting"]["ranks"] == 2
-    assert result["machine"]["versions"]["torch"]
-    assert "| shoal-replicate" in (tmp_path / "step_1b.md").read_text()
+def shoal(*words: str) -> Result:
+    return CliRunner().invoke(app, ["bench", "step", *words], prog_name="shoal")
 
 
-def test_the_1b_job_has_the_dimensions_of_llama_3_2_1b() -> None:
-    setting = read_setting(JOBS / "llama_1b.toml", ranks=4, steps=20)
-    assert setting.parameters == 1_235_814_400
-    assert (setting.job.train.global_batch, setting.warmup, setting.tokens_per_rank) == (16, 5, 8192)
+def test_the_product_and_a_peer_are_rows_with_equal_losses(tmp_path: Path) -> None:
+    words = [*SMALL, "plan.replicate=2", "--against", "fsdp2,megatron", "--steps", "2", "--warmup", "1"]
+    result = shoal(TINY, *words, "--profile", "--json", "--out", str(tmp_path))
+    rows = json.loads(result.stdout)["rows"]
+    own, fsdp2, megatron = rows
+    assert [row["name"] for row in rows] == ["shoal", "fsdp2", "megatron"]
+    assert "skipped" in megatron["error"]
+    assert result.exit_code == 1  # a row without figures
+    assert own["losses"][0] == pytest.approx(math.log(512), abs=0.1)  # random weights guess evenly
+    assert fsdp2["losses"] == pytest.approx(own["losses"], rel=1e-3)
+    for row in (own, fsdp2):
+        assert (len(row["seconds"]), len(row["losses"])) == (2, 3)
+        assert row["step_s"] == pytest.approx(statistics.median(row["seconds"]), abs=1e-6)
+        assert row["per_s_per_device"] == pytest.approx(4 * 16 / row["step_s"], rel=1e-2)
+    assert own["data_wait_s"] >= 0
+    _assert_profiled(own["profile"])
+    assert (tmp_path / "logs" / "shoal" / "trace-rank1.json.gz").exists()
+    assert json.loads((tmp_path / "against.json").read_text())["rows"] == rows
+    assert "- **megatron**: skipped" in (tmp_path / "against.md").read_text()
 
 
-def test_one_gpu_has_no_sharded_rows() -> None:
-    assert not [row.name for row in rows(1) if "zero" in row.name]
-    assert [row.name for row in rows(4)][:3] == ["shoal-replicate", "torch-fsdp2", "shoal-zero3"]
+def _assert_profiled(profile: dict[str, Any]) -> None:
+    lines = {line["name"]: line for line in profile["lines"]}
+    assert lines["matmul"]["median"] > 0
+    assert lines["communication"]["median"] > 0  # copies add up gradients
+    assert len(profile["ranks"]) == 2
+    for rank in profile["ranks"]:
+        parts = rank["computing_ms"] + rank["exposed_ms"] + rank["gaps_ms"]
+        assert parts == pytest.approx(rank["step_ms"])
 
 
-def test_an_unknown_row_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(SystemExit, match=r"nonsense: no such row; rows: shoal-replicate"):
-        choose(rows(2), ["nonsense"])
+def test_help_has_an_example() -> None:
+    assert "Example: shoal bench step examples/quickstart.toml" in shoal("--help").output
 
 
-def test_a_row_without_its_package_says_which() -> None:
-    assert obstacle(Row("a", "b", packages=("no_such_package",)), on_gpu=True) == (
-        "skipped: no_such_package not installed"
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        ("torchtitan,nonsense", r"nonsense: no such peer; peers: fsdp2, ddp, torchtitan"),
+        ("deepspeed:3", r"'3' is no option; expected key=value"),
+    ],
+)
+def test_a_peer_that_is_not_there_is_refused_with_those_that_are(names: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        read_names(names, ROOT)
+
+
+def test_options_follow_a_name_which_may_come_twice() -> None:
+    first, second = read_names("deepspeed:stage=3:recompute=full,deepspeed", ROOT)
+    assert (first.title, first.options) == ("deepspeed:stage=3:recompute=full", ("stage=3", "recompute=full"))
+    assert second.known is first.known
+
+
+def test_an_installed_package_says_that_peers_need_a_checkout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert find_checkout() == ROOT
+    monkeypatch.setattr("shoal.bench.against.__file__", str(tmp_path / "shoal" / "bench" / "against.py"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="are in a checkout of the repository"):
+        find_checkout()
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["optimizer.schedule=cosine"], "add optimizer.name=adamw optimizer.schedule=constant"),
+        (["train.global_batch=16"], r"add train\.global_batch=8"),
+        (["train.precision=fp16"], r"add train\.precision=bf16"),
+        (["model.family=moe", "model.preset=4x1m"], 'peers train model.family = "llama"'),
+    ],
+)
+def test_a_job_that_peers_cannot_train_is_refused_with_what_to_change(words: list[str], remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy):
+        require_equal_work(ready(TINY, "plan.shard=2", *words))
+
+
+def ready(job: str, *words: str) -> Settings:
+    return make_ready(load(job, ["cluster=2 cpu", *words]))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "tokens_per_rank"),
+    [
+        ("llama_8b", 8_030_261_248, 8192),
+        ("llama_1b", 1_235_814_400, 8192),
+        ("llama_433m", 432_563_200, 2048),
+        ("llama_150m", 150_000_000, 8192),
+    ],
+)
+def test_the_jobs_have_the_dimensions_that_they_are_named_after(
+    name: str, parameters: int, tokens_per_rank: int
+) -> None:
+    settings = load(JOBS / f"{name}.toml")
+    found = num_parameters(resolve(settings.model, settings.data.vocab))
+    assert found == pytest.approx(parameters, rel=0.03)
+    setting = read_setting(JOBS / f"{name}.toml", ranks=4, steps=20, warmup=5)
+    assert setting.micro_batch * settings.data.seq_len == tokens_per_rank
+    assert settings.plan is not None
+    assert settings.plan.micro_batch == setting.micro_batch
+
+
+def test_figures_are_medians_with_their_spread() -> None:
+    found = figures([0.1, 0.2, 0.3, 0.4], Amount(512, "tokens", 2, 1e6, 1e8))
+    assert (found["step_s"], found["per_s_per_device"], found["mfu"]) == (0.25, 1024, 0.04)
+    assert found["step_s_quartiles"] == [0.125, 0.375]
+    assert found["step_s_range"] == [0.1, 0.4]
+    assert figures([0.1, 0.2], Amount(512, "tokens", 2, None, 1e8))["mfu"] is None
+
+
+def test_losses_stand_beside_speeds_at_steps_that_all_rows_took() -> None:
+    row = {"setting": "s", "step_s": 0.2, "per_s_per_device": 40960.4}
+    text = against_table(
+        [
+            {"name": "short", **row, "losses": [9.0, 8.0, 7.0, 6.0]},
+            {"name": "long", **row, "losses": [9.1, 8.1, 7.1, 6.1, 5.1, 4.1]},
+            {"name": "bad", "setting": "s", "error": "\nexit code 1: boom\nmore"},
+        ]
     )
-    assert obstacle(Row("a", "b"), on_gpu=False) is None
-
-
-def test_figures_are_medians_after_the_warm_up() -> None:
-    setting = read_setting(JOBS / "tiny.toml", ranks=2, steps=4)  # one step of warm-up
-    measured = Measured([9.0, 0.1, 0.3, 0.2], [6.2, 6.1, 6.0, 5.9], 1.5, None, (0.0, 1.0))
-    found = figures(measured, setting, flops_per_token=1e6, peak=1e9)
-    assert found["step_s"] == 0.2
-    assert found["tokens_per_s_per_gpu"] == 1280
-    assert found["mfu"] == 1.28
-    assert found["reserved_gib"] is None
-
-
-def test_a_command_over_its_time_is_ended_with_its_children(tmp_path: Path) -> None:
-    child = "import subprocess, sys; subprocess.run(['sleep', '60'], start_new_session=True)"
-    began = time.monotonic()
-    ended = run_limited(
-        [sys.executable, "-c", child], cwd=tmp_path, env=dict(os.environ), log=tmp_path / "row", limit_s=1.0
-    )
-    assert ended.code is None
-    assert time.monotonic() - began < 10
-
-
-def test_the_error_of_a_rank_comes_before_torchruns(tmp_path: Path) -> None:
-    log = tmp_path / "row.err"
-    log.write_text(
-        "Traceback (most recent call last):\n  File 'a.py'\n"
-        "[rank1]: torch.OutOfMemoryError: CUDA out of memory\n"
-        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
-    )
-    assert first_error(log) == "torch.OutOfMemoryError: CUDA out of memory"
-
-
-def test_gpu_samples_count_inside_the_window_alone(tmp_path: Path) -> None:
-    path = tmp_path / "gpus.csv"
-    path.write_text(
-        "2026/01/02 03:04:05.000, 0, 300, 100.0, 40, 10240\n"
-        "2026/01/02 03:04:06.000, 0, 1700, 690.0, 60, 20480\n"
-        "2026/01/02 03:04:06.000, 1, 1800, 680.0, 61, 20480\n"
-        "2026/01/02 03:04:07.000, 0, [N/A], 1\n"
-    )
-    at = datetime(2026, 1, 2, 3, 4, 6).timestamp()
-    found = summary(read_samples(path), (at - 0.5, at + 0.5))
-    assert found == {
-        "samples": 2,
-        "memory_gib": 20.0,
-        "clock_mhz": 1750,
-        "power_w": 685.0,
-        "temperature_c": 61,
-    }
-    assert summary([], None) is None
+    assert "| loss 1 | loss 2 | loss 4 |" in text
+    assert "| 9.1000 | 8.1000 | 6.1000 |" in text
+    assert "|   200.0 |       40,960 |" in text
+    assert text.endswith("- **bad**: exit code 1: boom")
+    assert headline("") == "no message"
 
 
 def test_a_table_lines_up_and_escapes_bars() -> None:
@@ -117,22 +162,3 @@ def test_a_table_lines_up_and_escapes_bars() -> None:
         "| a\\|b |   1 |",
         "| c    | 700 |",
     ]
-
-
-def test_a_failed_row_is_a_line_of_dashes_and_its_error() -> None:
-    text = rows_table(
-        [
-            {
-                "name": "good",
-                "setting": "s",
-                "step_s": 0.2,
-                "tokens_per_s_per_gpu": 40960.4,
-                "losses": [11.76, 9.1],
-            },
-            {"name": "bad", "setting": "s", "error": "exit code 1: boom\nmore"},
-        ]
-    )
-    assert "|   200.0 |       40,960 |" in text
-    assert "11.760 |" in text
-    assert text.endswith("- **bad**: exit code 1: boom")
-    assert headline("") == "no message"
