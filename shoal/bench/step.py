@@ -35,17 +35,17 @@ def bench_step(
     if settings.plan is None:
         raise ValueError("settings.plan is not chosen yet")
     folder.mkdir(parents=True, exist_ok=True)
-    samples = folder / "gpus.csv"
+    ranks, samples = settings.plan.world_size, folder / "gpus.csv"
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as place:
         run = Run(Path(place))
         write_ask(run, ask)
         policy = settings.run.model_copy(update={"dir": place, "resume": False, "tensorboard": False})
         settings = settings.model_copy(update={"run": policy})
         with sampled(samples):
-            outcome = launch(settings, settings.plan.world_size, device=device, target=TARGET, quiet=quiet)
+            outcome = launch(settings, ranks, device=device, target=TARGET, quiet=quiet)
         if outcome.state != "ok":
             raise BenchError(outcome.report or "stopped before its last step")
-        answers = read_answers(run, settings.plan.world_size)
+        answers = read_answers(run, ranks)
     record = _record(answers) | {"job": settings.job.model_dump(mode="json")}
     record["gpu"] = summary(read_samples(samples), record["window"])
     return record
