@@ -224,7 +224,7 @@ def step_of(model: DistributedDataParallel, optimizer: Any, peer: Peer) -> Any:
 
         def mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             loss = losses.float().mean()
-            return loss, {"loss": loss.detach()}
+            return loss, {"loss": loss.detach().clone()}  # the schedule divides the loss in place
 
         return part(tokens, positions, None, labels=labels), mean
 

@@ -61,7 +61,8 @@ def main() -> None:
         optimizers.step()
         return loss * peer.size
 
-    says = f"{config.activation_checkpoint.mode} recompute"
+    mode = config.activation_checkpoint.mode
+    says = f"{mode.replace('none', 'no')} recompute"
     says += ", float8" if config.model.converters else ""
     measure(train, peer, says=says + (", head not tied" if peer.setting.dims.tied else ""))
 

@@ -249,6 +249,8 @@ def _environment(peer: Asked, contest: Contest) -> dict[str, str]:
     defaults = {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // contest.ranks)),
+        # a build that was killed leaves a lock for which all later ones would wait
+        "TORCH_EXTENSIONS_DIR": str(contest.folder / "logs" / "extensions"),
         "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "shoal-bench-inductor"),
     }
     return {**defaults, **peer.known.env, **os.environ, "PYTHONPATH": os.pathsep.join(path)}
