@@ -137,7 +137,7 @@ def against(
     written to `against.json` and `against.md` after each.
 
     Args:
-        variants: name and settings of each of the product's rows; all of one job.
+        variants: name and settings of each of the product's rows; peers train the job of the first.
         tell: told a line before and after each row.
     """
     (folder / "logs").mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ def step(
         "", "--against", help="Peers to run on the same job, such as torchtitan,deepspeed:stage=3,fsdp2,ddp."
     ),
     also: list[str] = typer.Option(
-        None, help="Words of one more plan, as a row beside the job's own; repeatable."
+        None, help="Words that make one more row of the job, such as another plan; repeatable."
     ),
     limit: float = typer.Option(300.0, min=1.0, help="Seconds that a peer may take."),
     as_json: bool = typer.Option(False, "--json", help="Print the results as JSON, for machines."),
@@ -93,8 +93,8 @@ def _contest(
     asked = read_names(peers, find_checkout()) if peers else []
     variants = [("shoal", _ready(job, words))]
     variants += [(f"shoal {more}", _ready(job, [*words, *more.split()])) for more in also]
-    for _, settings in variants if asked else []:
-        require_equal_work(settings)
+    if asked:  # peers train the job as it is; what --also changes is its own row
+        require_equal_work(variants[0][1])
     rows = against(
         variants,
         asked,
