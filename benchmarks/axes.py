@@ -117,7 +117,7 @@ def main() -> int:
 def facts_of_machine() -> dict[str, Any]:
     """Devices and versions, asked by a process of its own, so that this one holds no memory on a GPU."""
     asked = subprocess.run(
-        [sys.executable, "-m", "benchmarks.machine"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "shoal.observe.machine"], capture_output=True, text=True, check=False
     )
     return json.loads(asked.stdout) if asked.returncode == 0 else {}
 

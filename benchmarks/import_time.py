@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.paired import bootstrap
 from benchmarks.setting import ROOT
-from benchmarks.table import markdown_table
+from shoal.bench.show import markdown_table
 from shoal.run import write_whole
 
 GOAL_S = 0.3

@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 from benchmarks.by_hand import step_by_hand
 from benchmarks.paired import Comparison, compare
 from benchmarks.setting import ROOT
-from benchmarks.table import markdown_table
+from shoal.bench.show import markdown_table
 from shoal.data.batches import batches, open_dataset
 from shoal.data.cut import StepBatch
 from shoal.job import Data, Job, Model, Optimizer, Train

@@ -14,38 +14,44 @@ JOBS = ROOT / "benchmarks" / "jobs"
 
 
 class Setting(NamedTuple):
-    """A job on `ranks` ranks, each with one micro-batch a step."""
+    """A job on `ranks` ranks, each with one micro-batch a step where all of them are copies."""
 
-    job_file: Path
     job: Job
     dims: LlamaDims
+    data: Path | None
+    """where text was prepared"""
     ranks: int
-    micro_batch: int
+    steps: int
+    """that are counted"""
     warmup: int
-    """first steps that are run and not counted"""
+    """steps before them"""
 
     @property
     def parameters(self) -> int:
         return num_parameters(self.dims)
 
     @property
-    def tokens_per_rank(self) -> int:
-        """Tokens a rank takes in a step."""
-        return self.micro_batch * self.job.data.seq_len
+    def micro_batch(self) -> int:
+        """Samples that a rank takes at a time."""
+        return self.job.train.global_batch // self.ranks
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, over all ranks."""
+        return self.job.train.global_batch * self.job.data.seq_len
 
 
-def read_setting(job_file: Path, ranks: int, steps: int) -> Setting:
-    """The setting of a job file whose plan says `micro_batch`; a quarter of the steps, 5 at most, are warm-up.
+def read_setting(job_file: Path, ranks: int, steps: int, warmup: int) -> Setting:
+    """The setting of a job file.
 
     Raises:
-        ValueError: the file's plan says no micro-batch, or there are fewer than 2 steps.
+        ValueError: the global batch is no multiple of the ranks.
     """
-    if steps < 2:
-        raise ValueError(f"steps = {steps}: at least 2, the first of which is warm-up")
-    micro = (plan := load(job_file).plan) and plan.micro_batch
-    if not micro:
-        raise ValueError(f"{job_file}: plan.micro_batch is needed, the samples a rank takes in a step")
-    words = [f"train.steps={steps}", f"train.global_batch={micro * ranks}"]
-    job = load(job_file, words).job
-    warmup = min(5, max(1, steps // 4))
-    return Setting(job_file, job, resolve(job.model, job.data.vocab), ranks, micro, warmup)
+    settings = load(job_file)
+    job = settings.job
+    if job.train.global_batch % ranks:
+        raise ValueError(
+            f"train.global_batch = {job.train.global_batch}: expected a multiple of {ranks} ranks"
+        )
+    data = Path(settings.run.data) if settings.run.data else None
+    return Setting(job, resolve(job.model, job.data.vocab), data, ranks, steps, warmup)

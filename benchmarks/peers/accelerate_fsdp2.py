@@ -7,12 +7,15 @@ from accelerate.utils import TorchDynamoPlugin  # pyrefly: ignore[missing-import
 from torch import Tensor
 
 from benchmarks.peers import hugging_face
-from benchmarks.peers.measure import adamw, measure, read_arguments
+from benchmarks.peers.measure import RECOMPUTE, MicroBatch, adamw, measure, read_arguments, recomputes
+
+STATE_BYTES = 16  # a parameter: fp32 master, gradient and two moments, all cut
 
 
 def main() -> None:
     """Build, prepare, measure."""
-    peer = read_arguments()
+    peer = read_arguments({"recompute": RECOMPUTE})
+    again = recomputes(peer, STATE_BYTES * peer.setting.parameters / peer.size)
     accelerator = Accelerator(
         mixed_precision="bf16",
         fsdp_plugin=FullyShardedDataParallelPlugin(
@@ -21,6 +24,7 @@ def main() -> None:
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
             cpu_ram_efficient_loading=False,
+            activation_checkpointing=again,
             state_dict_type="SHARDED_STATE_DICT",
         ),
         dynamo_plugin=TorchDynamoPlugin(backend="inductor", use_regional_compilation=True),  # pyrefly: ignore
@@ -30,7 +34,8 @@ def main() -> None:
     del built
     most = peer.setting.job.optimizer.clip
 
-    def train(tokens: Tensor, labels: Tensor) -> Tensor:
+    def train(batch: list[MicroBatch]) -> Tensor:
+        ((tokens, labels),) = batch
         loss = hugging_face.loss_of(model, tokens, labels)
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), most)
@@ -38,7 +43,7 @@ def main() -> None:
         optimizer.zero_grad()
         return loss
 
-    measure(train, peer)
+    measure(train, peer, says="full recompute" if again else "no recompute")
 
 
 if __name__ == "__main__":

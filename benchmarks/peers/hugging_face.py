@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.peers.measure import Peer, product_weights
+from benchmarks.peers.mapping import HUGGING_FACE, renamed
+from benchmarks.peers.measure import Peer
+from benchmarks.peers.weights import fill
 
 
 def build(peer: Peer) -> Any:
@@ -30,32 +32,8 @@ def build(peer: Peer) -> Any:
     )
     with peer.device:
         model = LlamaForCausalLM(config)
-    product_weights(model, peer, product_name)
+    fill(model, peer, lambda name, whole: whole(renamed(name, HUGGING_FACE)))
     return model.train()
-
-
-PRODUCT_NAMES = {
-    "model.embed_tokens": "embedding",
-    "model.layers.": "blocks.",
-    "self_attn.q_proj": "attention.query",
-    "self_attn.k_proj": "attention.key",
-    "self_attn.v_proj": "attention.value",
-    "self_attn.o_proj": "attention.output",
-    "mlp.gate_proj": "feed_forward.gate",
-    "mlp.up_proj": "feed_forward.up",
-    "mlp.down_proj": "feed_forward.down",
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "feed_forward_norm",
-    "model.norm": "norm",
-    "lm_head": "head",
-}
-
-
-def product_name(name: str) -> str:
-    """The product's name of a parameter: `model.layers.0.mlp.up_proj.weight` is `blocks.0.feed_forward.up.weight`."""
-    for theirs, ours in PRODUCT_NAMES.items():
-        name = name.replace(theirs, ours)
-    return name
 
 
 def loss_of(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:

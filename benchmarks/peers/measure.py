@@ -1,4 +1,4 @@
-"""What every peer script shares: joining, the same batches as the product reads, timing, and the line of results."""
+"""What every peer shares: joining, the batches that the product reads, timing, and the line of results."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,17 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.machine import version_of
 from benchmarks.setting import Setting, read_setting
 from shoal.data.batches import batches, open_dataset
-from shoal.models.llama import Llama
-from shoal.parallel.initialise import seed_of
+from shoal.observe.machine import version_of
 from shoal.plan import Plan
 
 GIB = 1024**3
-SYNCED_STEPS = 5
-Train = Callable[[Tensor, Tensor], Tensor]
-"""(tokens, labels), both (B, T), to this rank's mean loss: one optimizer step"""
+MicroBatch = tuple[Tensor, Tensor]
+"""(tokens, labels), both (B, T)"""
+Train = Callable[[list[MicroBatch]], Tensor]
+"""One optimizer step over this rank's micro-batches, to its mean loss"""
+Options = Mapping[str, tuple[str, ...]]
+"""A peer's options and their values, the default first"""
+RECOMPUTE = ("auto", "none", "full")
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "megatron-core", "torchtitan", "torchao")
 
 
 class Peer(NamedTuple):
@@ -35,30 +37,74 @@ class Peer(NamedTuple):
     size: int
     device: torch.device
     setting: Setting
+    options: dict[str, str]
 
     @property
     def compute(self) -> torch.dtype:
         return {"bf16": torch.bfloat16, "fp32": torch.float32}[self.setting.job.train.precision]
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
 
-def read_arguments() -> Peer:
+
+class Place(NamedTuple):
+    """Who reads which part of a batch; of several ranks that share one, each has the same."""
+
+    rank: int
+    size: int
+
+
+def read_arguments(options: Options | None = None) -> Peer:
     """This rank as torchrun started it; the process group is for the peer to make."""
     parser = argparse.ArgumentParser()
     parser.add_argument("job", type=Path, help="job file")
-    parser.add_argument("--steps", type=int, default=20)
-    given = parser.parse_args()
+    parser.add_argument("--steps", type=int, default=20, help="that are counted")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before them")
+    for name, values in (options or {}).items():
+        parser.add_argument(f"--{name}", choices=values, default=values[0])
+    given = vars(parser.parse_args())
     rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
-    if on_gpu:
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    return Peer(rank, size, device, read_setting(given.job, size, given.steps))
+    setting = read_setting(given["job"], size, given["steps"], given["warmup"])
+    return Peer(rank, size, device, setting, {name: given[name] for name in options or {}})
 
 
 def join(peer: Peer) -> None:
     """Make the process group."""
-    on_gpu = peer.device.type == "cuda"
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=peer.device if on_gpu else None)
+    dist.init_process_group("nccl" if peer.on_gpu else "gloo", device_id=peer.device if peer.on_gpu else None)
+
+
+def recomputes(peer: Peer, state_bytes: float, kept: float = 1.0) -> bool:
+    """Whether blocks are to be computed again in backward: as the option says, else if they would not fit.
+
+    Args:
+        state_bytes: what parameters, gradients and optimizer state take of a GPU. kept: as for `fits`.
+    """
+    said = peer.options["recompute"]
+    return said == "full" or (said == "auto" and not fits(peer, state_bytes, kept))
+
+
+def fits(peer: Peer, state_bytes: float, kept: float = 1.0) -> bool:
+    """Whether states and what forward keeps fit into 85 % of this GPU; more makes its allocator slow.
+
+    Args:
+        kept: the part of `activation_bytes` that this peer keeps.
+    """
+    if not peer.on_gpu:
+        return True
+    room = 0.85 * torch.cuda.get_device_properties(peer.device).total_memory
+    return state_bytes + kept * activation_bytes(peer.setting) < room
+
+
+def activation_bytes(setting: Setting) -> float:
+    """About what a micro-batch keeps for backward, in bf16: inputs of matrix multiplications, and logits with theirs."""
+    dims = setting.dims
+    block = 8 * dims.dim + 2 * (dims.heads + 2 * dims.kv_heads) * dims.head_dim + 4 * dims.ffn
+    per_token = 2 * dims.layers * block + (2 + 8) * dims.vocab
+    return setting.micro_batch * setting.job.data.seq_len * per_token
 
 
 def adamw(model: nn.Module, peer: Peer) -> torch.optim.AdamW:
@@ -72,70 +118,48 @@ def adamw(model: nn.Module, peer: Peer) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
 
-@torch.no_grad()
-def product_weights(model: nn.Module, peer: Peer, product_name: Callable[[str], str] = str) -> None:
-    """Give every parameter the initial value that the product gives it, so that all rows start from equal weights.
+def measure(train: Train, peer: Peer, *, place: Place | None = None, says: str = "") -> None:
+    """Take the warm-up's and the counted steps; rank 0 prints a line of JSON.
 
     Args:
-        product_name: from a parameter's name here to its name in `shoal.models.llama.Llama`.
+        place: of ranks that share batches; left out: each rank has its own.
+        says: what the setting chose by itself.
     """
-    seed = peer.setting.job.train.seed
-    with torch.device("meta"):
-        product = Llama(peer.setting.dims)
-
-    def whole(item: tuple[str, nn.Parameter]) -> Tensor:
-        name = product_name(item[0])
-        tensor = torch.empty(item[1].shape)
-        product.init_parameter(name, tensor, torch.Generator().manual_seed(seed_of(seed, name)))
-        return tensor
-
-    named = list(model.named_parameters())  # a tied weight comes once
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        for (_, parameter), tensor in zip(named, pool.map(whole, named), strict=True):
-            parameter.copy_(tensor)
-
-
-def measure(train: Train, peer: Peer) -> None:
-    """Run the job's steps, then a few with a wait for the device around each; rank 0 prints a line of JSON."""
-    data = load_batches(peer, peer.setting.job.train.steps + SYNCED_STEPS)
-    if peer.device.type == "cuda":
+    setting = peer.setting
+    data = load_batches(peer, setting.warmup + setting.steps, place or Place(peer.rank, peer.size))
+    if peer.on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     dist.barrier()
-    steps = peer.setting.job.train.steps
-    seconds, losses = timed(train, data[:steps], peer)
+    seconds, losses = timed(train, data, peer)
     end = time.time()
-    synced = timed_synced(train, data[steps:], peer)
     allocated, reserved = most_memory(peer)
     if peer.rank == 0:
-        details = {
-            "synced_seconds": synced,
-            "packages": {name: version_of(name) for name in ("torch", "transformers", "accelerate")},
-        }
-        window = (end - sum(seconds[peer.setting.warmup :]), end)
         result = {
-            "seconds": seconds,
+            "seconds": seconds[setting.warmup :],
             "losses": losses,
             "allocated_gib": allocated,
             "reserved_gib": reserved,
-            "window": window,
-            "details": details,
+            "window": (end - sum(seconds[setting.warmup :]), end),
+            "says": says,
+            "versions": {name: version for name in PACKAGES if (version := version_of(name))},
         }
         print(json.dumps(result), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def load_batches(peer: Peer, steps: int) -> list[tuple[Tensor, Tensor]]:
-    """This rank's batches of all steps, on the device before the clock runs: the samples that the product takes."""
-    job = peer.setting.job
-    plan = Plan(replicate=peer.size, micro_batch=peer.setting.micro_batch)
-    dataset = open_dataset(job.data, job.train.seed, None).train
-    found = []
-    for batch in batches(dataset, job, plan, peer, stop=steps):
-        (micro,) = batch.micro_batches
-        found.append((micro.data["tokens"].to(peer.device), micro.data["labels"].to(peer.device)))
-    return found
+def load_batches(peer: Peer, steps: int, place: Place) -> list[list[MicroBatch]]:
+    """This rank's micro-batches of all steps, on the device before the clock runs: the samples that the product takes."""
+    setting = peer.setting
+    plan = Plan(replicate=place.size, micro_batch=setting.micro_batch)
+    dataset = open_dataset(setting.job.data, setting.job.train.seed, setting.data).train
+
+    def on_device(data: dict[str, Tensor]) -> MicroBatch:
+        return data["tokens"].to(peer.device), data["labels"].to(peer.device)
+
+    taken = batches(dataset, setting.job, plan, place, stop=steps)
+    return [[on_device(micro.data) for micro in batch.micro_batches] for batch in taken]
 
 
 class Reading:
@@ -157,9 +181,8 @@ class Reading:
         return self._value.item()
 
 
-def timed(train: Train, data: Iterable[tuple[Tensor, Tensor]], peer: Peer) -> tuple[list[float], list[float]]:
+def timed(train: Train, data: list[list[MicroBatch]], peer: Peer) -> tuple[list[float], list[float]]:
     """Seconds between the ends of steps, and losses. On a GPU one step is always under way, as in a real loop."""
-    ahead = 1 if peer.device.type == "cuda" else 0
     unread: list[Reading] = []
     seconds, losses, last = [], [], time.perf_counter()
 
@@ -171,33 +194,16 @@ def timed(train: Train, data: Iterable[tuple[Tensor, Tensor]], peer: Peer) -> tu
             seconds.append(now - last)
             last = now
 
-    for tokens, labels in data:
-        unread.append(Reading(train(tokens, labels), peer.size))
-        read(leave=ahead)
+    for batch in data:
+        unread.append(Reading(train(batch), peer.size))
+        read(leave=int(peer.on_gpu))
     read(leave=0)
     return seconds, losses
 
 
-def timed_synced(train: Train, data: Iterable[tuple[Tensor, Tensor]], peer: Peer) -> list[float]:
-    """Seconds of each step with the device waited for before and after it."""
-    seconds = []
-    for tokens, labels in data:
-        wait(peer)
-        began = time.perf_counter()
-        train(tokens, labels)
-        wait(peer)
-        seconds.append(time.perf_counter() - began)
-    return seconds
-
-
-def wait(peer: Peer) -> None:
-    if peer.device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def most_memory(peer: Peer) -> tuple[float | None, float | None]:
     """Peak allocated and reserved GiB, the most over the ranks; None without a GPU. Collective."""
-    if peer.device.type != "cuda":
+    if not peer.on_gpu:
         return None, None
     peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
     most = torch.tensor(peaks, dtype=torch.float64, device=peer.device)

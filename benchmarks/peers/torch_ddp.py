@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers import hugging_face
-from benchmarks.peers.measure import adamw, join, measure, read_arguments
+from benchmarks.peers.measure import MicroBatch, adamw, join, measure, read_arguments
 
 
 def main() -> None:
@@ -18,7 +18,8 @@ def main() -> None:
     optimizer = adamw(model, peer)
     most = peer.setting.job.optimizer.clip
 
-    def train(tokens: Tensor, labels: Tensor) -> Tensor:
+    def train(batch: list[MicroBatch]) -> Tensor:
+        ((tokens, labels),) = batch
         with torch.autocast(peer.device.type, peer.compute):
             loss = hugging_face.loss_of(model, tokens, labels)
         loss.backward()

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.peers.measure import Peer, adamw, join, measure, product_weights, read_arguments
+from benchmarks.peers.measure import MicroBatch, Peer, adamw, join, measure, read_arguments
+from benchmarks.peers.weights import fill
 from shoal.models.llama import Llama
 
 ATTENTION = [
@@ -32,10 +33,11 @@ def main() -> None:
     model = build(peer)
     shard(model, peer)
     optimizer = adamw(model, peer)
-    loss_of = torch.compile(cross_entropy) if peer.device.type == "cuda" else cross_entropy
+    loss_of = torch.compile(cross_entropy) if peer.on_gpu else cross_entropy
     most = peer.setting.job.optimizer.clip
 
-    def train(tokens: Tensor, labels: Tensor) -> Tensor:
+    def train(batch: list[MicroBatch]) -> Tensor:
+        ((tokens, labels),) = batch
         with sdpa_kernel(ATTENTION, set_priority=True):
             loss = loss_of(model(tokens), labels)
             loss.backward()
@@ -51,7 +53,7 @@ def build(peer: Peer) -> Llama:
     """The model on the device, with the product's initial weights."""
     with peer.device:
         model = Llama(peer.setting.dims)
-    product_weights(model, peer)
+    fill(model, peer, lambda name, whole: whole(name))
     return model
 
 
@@ -60,7 +62,7 @@ def shard(model: Llama, peer: Peer) -> None:
     types = {"param_dtype": peer.compute, "reduce_dtype": torch.float32}
     blocks: list[FSDPModule] = []
     for block in model.blocks:
-        if peer.device.type == "cuda":
+        if peer.on_gpu:
             block.forward = torch.compile(block.forward)
         # the rotary table stays fp32
         blocks.append(fully_shard(block, mp_policy=MixedPrecisionPolicy(**types, cast_forward_inputs=False)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,8 +47,19 @@ class Training(NamedTuple):
         return model_state(self.model) | self.step.state()
 
 
-def set_up(settings: Settings, world: World, run: Run, status: RankStatus) -> Training:
-    """Data, model, objective and step for this rank."""
+def set_up(
+    settings: Settings,
+    world: World,
+    run: Run,
+    status: RankStatus,
+    *,
+    on_phase: Callable[[str, int], None] | None = None,
+) -> Training:
+    """Data, model, objective and step for this rank.
+
+    Args:
+        on_phase: told the phases of each step in place of `status`, as `Step` tells them.
+    """
     job, plan = settings.job, settings.plan
     if plan is None:
         raise ValueError("settings.plan is not chosen yet")
@@ -68,7 +80,7 @@ def set_up(settings: Settings, world: World, run: Run, status: RankStatus) -> Tr
         usual_weight=cost.usual_weight,
         seed=job.train.seed,
         scale=(job.train.loss_scale, job.train.loss_scale_growth),
-        on_phase=status.enter,
+        on_phase=on_phase or status.enter,
     )
     progress = Progress(job.train.steps, shown=world.is_main, every=settings.run.log_every)
     metrics = MetricsWriter(run, world.rank, tensorboard=settings.run.tensorboard)
