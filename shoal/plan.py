@@ -88,7 +88,7 @@ class Plan(BaseModel):
     compile: bool | Literal["model"] | None = Field(
         None,
         description='torch.compile each block, or with "model" the whole as one graph, which needs a plan of copies alone; left '
-        "out: blocks, on GPUs, where the schedule allows it",
+        "out: blocks, on GPUs, where the schedule allows it; copies of a small Llama as one graph",
     )
     offload: tuple[Offloaded, ...] = Field(
         (),

@@ -26,7 +26,7 @@ from shoal.models.moe_presets import MoeDims, num_moe_parameters, resolve_moe
 from shoal.models.presets import LlamaDims, num_parameters, resolve
 from shoal.parallel.initialise import build_on_meta
 from shoal.plan import Plan
-from shoal.planner.choose import Workload, choose_plan, require_even
+from shoal.planner.choose import Workload, choose_plan, require_even, with_compile
 from shoal.run import Run
 from shoal.train.objective import as_objective
 from shoal.train.resume import require_same_numbers
@@ -132,7 +132,7 @@ def complete_plan(settings: Settings, cluster: Cluster) -> Plan:
     """
     said = settings.plan
     if said is not None and said.says_degrees:
-        return said
+        return with_compile(said, workload(settings), cluster) if said.only_copies else said
     chosen = choose_plan(settings.train, workload(settings), cluster, zero=said.zero if said else None)
     kept = said.model_dump(include=said.model_fields_set) if said is not None else {}
     return Plan.model_validate(chosen.model_dump() | kept)
@@ -212,7 +212,7 @@ def workload(settings: Settings) -> Workload:
     vocab = vocab_of(settings)
     if settings.model.family == "llama":
         dims = resolve(settings.model, vocab)
-        return Workload(num_parameters(dims), _llama_activations(dims, settings.job))
+        return Workload(num_parameters(dims), _llama_activations(dims, settings.job), one_graph=True)
     if settings.model.family == "moe":
         moe = resolve_moe(settings.model, vocab)
         return Workload(num_moe_parameters(moe), _moe_activations(moe, settings.job))

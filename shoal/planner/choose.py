@@ -1,8 +1,10 @@
 """The plan that is taken when none is said: the fastest that surely fits, by measured rules.
 
-Small models are copied. Larger ones are cut over the GPUs of a node, so that each updates only its part: at 1.24B parameters on
-4 H100s ZeRO-2 ran 58,600 tokens/s/GPU where copies ran 51,200 (benchmarks/results/step_1b_4xh100.md). Parameters are cut too
-(ZeRO-3) when they do not fit otherwise. Between nodes, whose links are slow, copies are kept.
+Small models are copied, and on GPUs compiled as one graph, since a step of theirs waits for the host: at 433M parameters on
+2 H200s that ran 83,200 tokens/s/GPU, compiled by blocks 56,700 (benchmarks/results/against_433m_2xh200.json). Larger ones are cut
+over the GPUs of a node, so that each updates only its part: at 1.24B parameters on 4 H100s ZeRO-2 ran 58,600 tokens/s/GPU where
+copies ran 51,200 (benchmarks/results/step_1b_4xh100.md). Parameters are cut too (ZeRO-3) when they do not fit otherwise. Between
+nodes, whose links are slow, copies are kept.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from shoal.cluster import Cluster
 from shoal.job import NARROW, Train
 from shoal.plan import Plan
 
-SMALL = 200e6  # parameters; below, a step's many small collectives cost more than the update of the whole
+SMALL = 500e6  # parameters; below, a step's many small collectives cost more than the update of the whole
 STATE_SHARE = 0.45  # of a device's memory; the rest is for activations and the allocator
 
 
@@ -23,6 +25,8 @@ class Workload(NamedTuple):
     parameters: int
     activation_bytes_per_sample: int
     """what one sample leaves for backward; 0 where it is not known"""
+    one_graph: bool = False
+    """the model is known to compile as one graph"""
 
 
 def choose_plan(train: Train, work: Workload, cluster: Cluster, *, zero: int | None = None) -> Plan:
@@ -36,7 +40,19 @@ def choose_plan(train: Train, work: Workload, cluster: Cluster, *, zero: int | N
     """
     require_even(train, cluster)
     plan = _data_parallel(train, work, cluster) if zero is None else _with_zero(zero, cluster)
-    return plan.model_copy(update={"micro_batch": _micro_batch(train, work, cluster)})
+    micro_batch = _micro_batch(train, work, cluster)
+    return with_compile(plan.model_copy(update={"micro_batch": micro_batch}), work, cluster)
+
+
+def with_compile(plan: Plan, work: Workload, cluster: Cluster) -> Plan:
+    """The plan with `compile = "model"` where nothing is said of it, the plan allows it, and steps would wait for the host."""
+    waits = cluster.device.type == "cuda" and work.one_graph and work.parameters < SMALL
+    if plan.compile is not None or not waits or not plan.only_copies:
+        return plan
+    try:
+        return Plan.model_validate(plan.model_dump() | {"compile": "model"})
+    except ValueError:  # something in the plan needs blocks
+        return plan
 
 
 def require_even(train: Train, cluster: Cluster) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -11,7 +13,7 @@ from shoal.check import check
 from shoal.cluster import DEVICES, GIB, Cluster
 from shoal.job import Job, Model, Train
 from shoal.plan import Plan
-from shoal.planner.choose import Workload, choose_plan
+from shoal.planner.choose import Workload, choose_plan, with_compile
 
 GPUS = [kind for kind, device in DEVICES.items() if device.type == "cuda"]
 
@@ -81,6 +83,30 @@ def test_state_takes_less_than_half_of_memory_unless_nothing_would(
 def test_the_simplest_that_fits_is_taken(cluster: str, parameters: float, expected: str) -> None:
     plan = choose(cluster, parameters)
     assert plan.model_copy(update={"micro_batch": None}).describe() == expected
+
+
+@pytest.mark.parametrize(
+    ("cluster", "parameters", "keys", "expected"),
+    [
+        ("8 h100", 4e8, {"replicate": 8}, "model"),
+        ("1 h100", 4e8, {}, "model"),
+        ("8 h100", 6e8, {"replicate": 8}, None),  # steps do not wait for the host
+        ("8 cpu", 4e8, {"replicate": 8}, None),
+        ("8 h100", 4e8, {"shard": 8}, None),  # something happens between blocks
+        ("8 h100", 4e8, {"replicate": 8, "compile": True}, True),
+        ("8 h100", 4e8, {"replicate": 8, "compile": False}, False),
+        ("8 h100", 4e8, {"replicate": 8, "offload": ["activations"]}, None),
+    ],
+)
+def test_steps_that_would_wait_for_the_host_are_one_graph_unless_compile_is_said(
+    cluster: str, parameters: float, keys: dict[str, Any], expected: bool | str | None
+) -> None:
+    work = Workload(int(parameters), 0, one_graph=True)
+    plan = with_compile(Plan.model_validate(keys), work, Cluster.parse(cluster))
+    assert plan.compile == expected
+    assert with_compile(
+        Plan.model_validate(keys), work._replace(one_graph=False), Cluster.parse(cluster)
+    ) == (Plan.model_validate(keys))
 
 
 @pytest.mark.parametrize("cluster", ["1 h100", "8 h100", "4x8 h100"])
