@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from shoal.cli import doctor, export, prepare, report, sample, schema, train, verify
+from shoal.cli import doctor, export, plan, prepare, report, sample, schema, train, verify
 from shoal.config import ConfigError
 from shoal.version import __version__
 
@@ -18,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command("plan")(plan.plan)
 app.command("train")(train.train)
 app.command("verify")(verify.verify)
 app.command("prepare")(prepare.prepare)

@@ -57,7 +57,8 @@ class SimulatedCopies(DistributedDataParallel):
         self, parameters: list[nn.Parameter], limits: tuple[int, ...], *, reverse: bool
     ) -> None:
         self._views, self._flat = {}, []
-        indices, _ = dist._compute_bucket_assignment_by_size(parameters, list(limits))
+        tensors: list[Tensor] = list(parameters)
+        indices, _ = dist._compute_bucket_assignment_by_size(tensors, list(limits))
         for number, members in enumerate(reversed(indices) if reverse else indices):
             own = [parameters[index] for index in members]
             flat = torch.empty(sum(p.numel() for p in own), dtype=own[0].dtype, device=own[0].device)

@@ -17,6 +17,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as distributed
 import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
 import torch.distributed.pipelining.schedules as schedules
 import torch.distributed.pipelining.stage as stages
@@ -62,7 +64,7 @@ def fake_device(device: FakeDevice) -> Iterator[Streams]:
     with ExitStack() as undo:
         # device threads of autograd are counted at its first backward, when there may have been no device
         undo.enter_context(torch.autograd.set_multithreading_enabled(False))
-        for change in (_modules, _meshes, _sharding, _chunks, _pipelining):
+        for change in (_modules, _meshes, _sharding, _chunks, _sends, _pipelining):
             change(undo)
         if device.type == "cuda":
             _require_no_gpu()
@@ -72,6 +74,13 @@ def fake_device(device: FakeDevice) -> Iterator[Streams]:
             _attention(undo, device.capability)
             _rms_norm(undo)
         yield streams
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Out of a simulated world for a while: tensors are real."""
+    with _disable_current_modes():
+        yield
 
 
 def replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -87,7 +96,10 @@ def replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
         )
     own, before = name in vars(owner), getattr(owner, name)
     setattr(owner, name, value)
-    undo.callback(*((setattr, owner, name, before) if own else (delattr, owner, name)))
+    if own:
+        undo.callback(setattr, owner, name, before)
+    else:
+        undo.callback(delattr, owner, name)
 
 
 def _require_no_gpu() -> None:
@@ -350,6 +362,47 @@ class _Chunks(Sequence[Tensor]):
 def _chunks(undo: ExitStack) -> None:
     """`fully_shard` makes all ranks' parts of each parameter to keep one: a minute for an 8B model over 1,024 ranks."""
     replace(undo, fsdp_param, "_chunk_with_empty", _Chunks)
+
+
+class _Sending:
+    """A work that holds what it sends and receives."""
+
+    def __init__(self, work: Any, held: Tensor | list[Tensor]) -> None:
+        self._work, self._held = work, held
+
+    def wait(self, *args: Any) -> Any:
+        self.__dict__.pop("_held", None)
+        return self._work.wait(*args)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _sends(undo: ExitStack) -> None:
+    """What is sent from one rank to another is held until it is waited for: schedules of a pipeline do that at a step's end.
+
+    Works of the fake group hold nothing.
+    """
+
+    def holding(operation: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(operation)
+        def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            work = operation(tensor, *args, **kwargs)
+            return None if work is None else _Sending(work, tensor)
+
+        return run
+
+    for name in ("isend", "irecv"):
+        value = holding(getattr(distributed, name))
+        for owner in (distributed, dist):
+            replace(undo, owner, name, value)
+    together = dist.batch_isend_irecv
+
+    def batch(operations: list[dist.P2POp]) -> list[Any]:
+        held = [operation.tensor for operation in operations]
+        return [work if isinstance(work, _Sending) else _Sending(work, held) for work in together(operations)]
+
+    replace(undo, dist, "batch_isend_irecv", batch)
 
 
 def _attention(undo: ExitStack, capability: tuple[int, int]) -> None:

@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import _disable_current_modes
 
 import shoal.parallel.replicate as replicate
 from shoal.cluster import Cluster
@@ -33,7 +32,7 @@ from shoal.parallel.spread import spread_of
 from shoal.parallel.units import find_units
 from shoal.plan import Plan
 from shoal.planner.buckets import SimulatedCopies
-from shoal.planner.fake_device import FakeDevice, fake_device, replace
+from shoal.planner.fake_device import FakeDevice, fake_device, outside, replace
 from shoal.planner.stages import Boundary, shapes_between_stages
 from shoal.planner.tape import Tape, Trace
 from shoal.train.objective import Objective, output_of
@@ -53,7 +52,7 @@ class SimulatedWorld(World):
     tape: Tape = field(kw_only=True, repr=False)
 
     def _make_mesh(self, degrees: dict[str, int]) -> DeviceMesh:
-        with _disable_current_modes():  # a mesh is of real numbers
+        with outside():  # a mesh is of real numbers
             return init_device_mesh(self.device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
 
 

@@ -25,7 +25,7 @@ def shapes_between_stages(undo: ExitStack, boundary: Boundary) -> None:
         if source > stage.stage_index:
             return stages._StageBackwardMeta(stages._derive_grad_metas(stage._stage_meta.outputs))
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device="meta", requires_grad=True)
-        return stages._StageForwardMeta(stages.extract_tensor_metas((tensor,)))
+        return stages._StageForwardMeta((stages.extract_tensor_meta(tensor),))
 
     replace(undo, stages.PipelineStage, "_recv_meta", told)
     replace(undo, stages.PipelineStage, "_send_meta", lambda *_: None)

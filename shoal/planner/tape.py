@@ -264,9 +264,9 @@ class Tape(TorchDispatchMode):
         torch.UntypedStorage.resize_ = resize_  # pyrefly: ignore[bad-assignment]
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize
-        super().__exit__(*error)
+        super().__exit__(exc_type, exc_val, exc_tb)
 
 
 def _plain(tensor: Tensor) -> Tensor:

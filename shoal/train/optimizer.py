@@ -157,7 +157,7 @@ def _nothing_to_train(model: nn.Module) -> str:
     return "the model has no trainable parameter; set requires_grad on those to be trained"
 
 
-def _place(tensor: Tensor) -> tuple[int, int]:
+def _place(tensor: Tensor) -> tuple[int, int | torch.SymInt]:
     """What names the memory of a tensor for as long as it is held; a tensor of a simulated world has no address."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset()
 

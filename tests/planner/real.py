@@ -78,7 +78,7 @@ def batch(plan: Plan, rank: int, step: int) -> StepBatch:
 
 def work(build: Callable[[], nn.Module] = dense) -> Work:
     """The job, to be simulated or run."""
-    return Work(build, lambda compiled: NextToken(compiled=compiled), AdamW(lr=1e-3), "bf16", batch)
+    return Work(build, lambda _: NextToken(), AdamW(lr=1e-3), "bf16", batch)
 
 
 class Expected(NamedTuple):
