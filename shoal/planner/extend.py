@@ -13,12 +13,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from shoal.cluster import Cluster
 from shoal.parallel.initialise import build_on_meta
 from shoal.parallel.units import Unit, find_units
 from shoal.plan import Plan
+from shoal.planner.fake_device import outside
 from shoal.planner.simulate import Work, simulate
 from shoal.planner.tape import Moment, Storage, Trace
 
@@ -79,13 +81,24 @@ def _signature(unit: Unit) -> list[Any]:
 
 
 def _shortened(build: Callable[[], nn.Module], kept: int) -> Callable[[], nn.Module]:
+    """A builder of the model with its first blocks alone; it is built outside of the simulated world, which takes less time."""
+
     def shorter() -> nn.Module:
-        model = build()
+        with outside():
+            model = build_on_meta(build)
+        if model is None:
+            raise NotPeriodicError
         container: Any = model.get_submodule(find_units(model)[0].name.rpartition(".")[0])
         del container[kept:]
-        return model
+        return model._apply(_anew)
 
     return shorter
+
+
+@torch.no_grad()
+def _anew(tensor: Tensor) -> Tensor:
+    """A tensor of the world that one is in, like one from elsewhere."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 class Home(NamedTuple):

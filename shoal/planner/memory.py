@@ -100,14 +100,14 @@ def memory_of(trace: Trace, plan: Plan, device: str, *, expandable: bool = False
     held = _Held(trace, device, expandable)
     phases: Counter[str] = Counter()
     most, at = 0, 0
-    for index in range(len(trace.events)):
+    for index, moment in enumerate(trace.moments):
         held.apply(index)
-        moment = trace.moments[index]
-        phases[moment.phase] = max(phases[moment.phase], held.allocated)
+        if held.allocated > phases[moment.phase]:
+            phases[moment.phase] = held.allocated
         if held.allocated > most:
             most, at = held.allocated, index
     return Memory(
-        _peak_at(trace, device, expandable, at),
+        _peak_at(trace, held.sizes, at),
         held.reserved,
         _outside(plan) if device == "cuda" else 0,
         _host_peak(trace) if device == "cuda" else 0,
@@ -121,7 +121,8 @@ class _Held:
     def __init__(self, trace: Trace, device: str, expandable: bool) -> None:
         self._trace, self._device = trace, device
         self._allocator = CachingAllocator(expandable) if device == "cuda" else None
-        self.live: dict[int, int] = {}
+        self.sizes = [0] * len(trace.storages)
+        """what each storage takes, or took; 0 for those elsewhere"""
         self.allocated = 0
         self._most = 0
 
@@ -135,33 +136,33 @@ class _Held:
         storage = self._trace.storages[number]
         if storage.device != self._device:
             return
-        if event >= 0:
-            size = storage.nbytes
-            if self._allocator is not None:
-                self._allocator.allocate(number, size, storage.stream)
-                size = self._allocator.size_of(number)
-            self.live[number] = size
-            self.allocated += size
-            self._most = max(self._most, self.allocated)
-        else:
+        if event < 0:
             if self._allocator is not None:
                 self._allocator.free(number)
-            self.allocated -= self.live.pop(number)
+            self.allocated -= self.sizes[number]
+            return
+        size = storage.nbytes
+        if self._allocator is not None:
+            self._allocator.allocate(number, size, storage.stream)
+            size = self._allocator.size_of(number)
+        self.sizes[number] = size
+        self.allocated += size
+        self._most = max(self._most, self.allocated)
 
 
-def _peak_at(trace: Trace, device: str, expandable: bool, at: int) -> Peak:
-    held = _Held(trace, device, expandable)
-    for index in range(at + 1):
-        held.apply(index)
+def _peak_at(trace: Trace, sizes: list[int], at: int) -> Peak:
+    live: set[int] = set()
+    for event in trace.events[: at + 1]:
+        live.add(event) if event >= 0 else live.discard(~event)
     by_category: Counter[Category] = Counter()
-    for number, size in held.live.items():
-        by_category[category_of(trace.storages[number])] += size
-    largest = sorted(held.live, key=lambda number: -held.live[number])[:LARGEST]
+    for number in live:
+        by_category[category_of(trace.storages[number])] += sizes[number]
+    largest = sorted(live, key=lambda number: (-sizes[number], number))[:LARGEST]
     return Peak(
-        held.allocated,
+        sum(by_category.values()),
         trace.moments[at],
         {category: by_category[category] for category in Category if by_category[category]},
-        [_tensor(trace.storages[number]) for number in largest],
+        [_tensor(trace.storages[number]) for number in largest if sizes[number]],
         _tensor(trace.storages[trace.events[at]]),
     )
 

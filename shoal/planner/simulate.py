@@ -32,6 +32,7 @@ from shoal.parallel.spread import spread_of
 from shoal.parallel.units import find_units
 from shoal.plan import Plan
 from shoal.planner.buckets import SimulatedCopies
+from shoal.planner.compiled import simulate_compile
 from shoal.planner.fake_device import FakeDevice, fake_device, outside, replace
 from shoal.planner.stages import Boundary, shapes_between_stages
 from shoal.planner.tape import Tape, Trace
@@ -104,6 +105,8 @@ def simulated_world(
         )
         undo.enter_context(mode)
         undo.enter_context(tape)
+        tape.see_sizes(undo)
+        simulate_compile(undo, tape)
         undo.callback(world._meshes.clear)
         undo.enter_context(_no_garbage())
         yield world

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,10 +18,10 @@ from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from shoal.planner.fake_device import Streams
+from shoal.planner.fake_device import Streams, replace
 from shoal.planner.workspace import MATMULS, blas_workspace_bytes, scratch_bytes
 
 aten: Any = torch.ops.aten
@@ -124,6 +125,18 @@ class Tape(TorchDispatchMode):
             self._unit = self._calls[bisect.bisect_right(self._calls, (number, "\uffff")) - 1][1]
         phase = "recompute" if torch.is_grad_enabled() else "backward"
         return Moment(self._step, phase, self._unit)
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Operators are not recorded; tensors are still fake, and storages still end."""
+        with _disable_current_modes(), self._mode:
+            yield
+
+    @contextmanager
+    def resumed(self) -> Generator[None]:
+        """Inside of `paused`: operators are recorded again."""
+        with self:
+            yield
 
     # what storages are for
 
@@ -252,21 +265,16 @@ class Tape(TorchDispatchMode):
         self.trace.storages[number].kind = "workspace"
         return number
 
-    def __enter__(self) -> Any:
-        tape, resize = self, torch.UntypedStorage.resize_
-        self._resize = resize
+    def see_sizes(self, undo: ExitStack) -> None:
+        """See changes of storages' sizes, which are no operators, until `undo` is closed."""
+        resize = torch.UntypedStorage.resize_
 
         def resize_(storage: Any, size: int) -> Any:
             result = resize(storage, size)
-            tape._resized(storage)
+            self._resized(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # pyrefly: ignore[bad-assignment]
-        return super().__enter__()
-
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize
-        super().__exit__(exc_type, exc_val, exc_tb)
+        replace(undo, torch.UntypedStorage, "resize_", resize_)
 
 
 def _plain(tensor: Tensor) -> Tensor:
