@@ -1,8 +1,8 @@
 """Compiled blocks in a simulated world: what `torch.compile` keeps and allocates, without a compiler or a GPU.
 
 Dynamo and AOTAutograd run as they are, so graphs of forward and backward, and what goes from one to the other, are those of a
-real run. In place of Inductor's code the graphs are interpreted on fake tensors, and what Inductor would not write to memory is not
-counted:
+real run. In place of Inductor's code the graphs are interpreted on fake tensors, and what Inductor would not write to memory does
+not count:
 
 - A result of an element-wise operation that only others of its kind and reductions read is computed where it is read.
 - Results of all other operations, what those read, and what a graph gives are written.

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from shoal.planner.fake_device import Streams, replace
+from shoal.planner.fake_device import replace
+from shoal.planner.streams import Streams
 from shoal.planner.workspace import MATMULS, blas_workspace_bytes, scratch_bytes
 
 aten: Any = torch.ops.aten
