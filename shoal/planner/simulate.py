@@ -153,10 +153,11 @@ def simulate(work: Work, plan: Plan, cluster: Cluster, rank: int = 0, *, steps: 
 def take_steps(work: Work, plan: Plan, world: SimulatedWorld, steps: int) -> None:
     """What a run does on a rank, without its files."""
     model = parallelize(work.build, plan, world, precision=work.precision)
-    watch(model, world.tape)
+    compiled = plan.compiles(world.device.type)
+    watch(model, world.tape, units=compiled != "model")
     step = Step(
         model,
-        work.objective(plan.compiles(world.device.type) is not None),
+        work.objective(compiled is not None),
         work.optimizer,
         plan,
         world,
@@ -170,10 +171,10 @@ def take_steps(work: Work, plan: Plan, world: SimulatedWorld, steps: int) -> Non
         gc.collect()
 
 
-def watch(model: nn.Module, tape: Tape) -> None:
-    """Let a tape know which block runs, and what memory of a model is for."""
+def watch(model: nn.Module, tape: Tape, *, units: bool = True) -> None:
+    """Let a tape know what memory of a model is for, and which block runs, unless all are one graph."""
     whole = core(model)
-    for unit in find_units(whole):
+    for unit in find_units(whole) if units else ():
         unit.module.register_forward_pre_hook(_entering(tape, unit.name), prepend=True)
         unit.module.register_forward_hook(_leaving(tape), always_call=True)
     _tell_model(model, tape)

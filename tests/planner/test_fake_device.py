@@ -134,5 +134,8 @@ def test_nothing_is_left() -> None:
 
 
 def test_a_torch_without_what_is_changed_is_refused_by_name() -> None:
-    with pytest.raises(RuntimeError, match=r"has no torch\.cuda\.nosuch, which simulation changes"), ExitStack() as undo:
+    with (
+        pytest.raises(RuntimeError, match=r"has no torch\.cuda\.nosuch, which simulation changes"),
+        ExitStack() as undo,
+    ):
         replace(undo, torch.cuda, "nosuch", None)
