@@ -66,8 +66,9 @@ def fake_device(device: FakeDevice) -> Iterator[Streams]:
     with ExitStack() as undo:
         # device threads of autograd are counted at its first backward, when there may have been no device
         undo.enter_context(torch.autograd.set_multithreading_enabled(False))
-        for change in (_modules, _meshes, _sharding, _chunks, _sends, _pipelining):
+        for change in (_modules, _meshes, _sharding, _chunks, _pipelining):
             change(undo)
+        _sends(undo, lets_go=device.type == "cuda")
         if device.type == "cuda":
             _require_no_gpu()
             for change in (_guard, _hooks, _foreach, _pinned):
@@ -309,28 +310,29 @@ def _chunks(undo: ExitStack) -> None:
 class _Sending:
     """A work that holds what it sends and receives."""
 
-    def __init__(self, work: Any, held: Tensor | list[Tensor]) -> None:
-        self._work, self._held = work, held
+    def __init__(self, work: Any, held: Tensor | list[Tensor], lets_go: bool) -> None:
+        self._work, self._held, self._lets_go = work, held, lets_go
 
     def wait(self, *args: Any) -> Any:
-        self.__dict__.pop("_held", None)
+        if self._lets_go:
+            self.__dict__.pop("_held", None)
         return self._work.wait(*args)
 
     def is_completed(self) -> bool:
         return True
 
 
-def _sends(undo: ExitStack) -> None:
+def _sends(undo: ExitStack, *, lets_go: bool) -> None:
     """What is sent from one rank to another is held until it is waited for: schedules of a pipeline do that at a step's end.
 
-    Works of the fake group hold nothing.
+    Works of the fake group hold nothing. NCCL's let go when they are waited for, Gloo's when they are not there any more.
     """
 
     def holding(operation: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(operation)
         def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             work = operation(tensor, *args, **kwargs)
-            return None if work is None else _Sending(work, tensor)
+            return None if work is None else _Sending(work, tensor, lets_go)
 
         return run
 
@@ -342,7 +344,10 @@ def _sends(undo: ExitStack) -> None:
 
     def batch(operations: list[dist.P2POp]) -> list[Any]:
         held = [operation.tensor for operation in operations]
-        return [work if isinstance(work, _Sending) else _Sending(work, held) for work in together(operations)]
+        return [
+            work if isinstance(work, _Sending) else _Sending(work, held, lets_go)
+            for work in together(operations)
+        ]
 
     replace(undo, dist, "batch_isend_irecv", batch)
 

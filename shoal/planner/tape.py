@@ -102,6 +102,11 @@ class Tape(TorchDispatchMode):
         self._unit = ""
         self._fresh: int | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # it is not there while Dynamo looks at code, and keeping Dynamo off at each operator takes time
+        return False
+
     # where the step is
 
     def begin(self, phase: str, step: int) -> None:
