@@ -66,7 +66,7 @@ def fake_device(device: FakeDevice) -> Iterator[Streams]:
     with ExitStack() as undo:
         # device threads of autograd are counted at its first backward, when there may have been no device
         undo.enter_context(torch.autograd.set_multithreading_enabled(False))
-        for change in (_modules, _meshes, _sharding, _chunks, _pipelining):
+        for change in (_data, _modules, _meshes, _sharding, _chunks, _pipelining):
             change(undo)
         _sends(undo, lets_go=device.type == "cuda")
         if device.type == "cuda":
@@ -230,6 +230,18 @@ def _pinned(undo: ExitStack) -> None:
     """Fake tensors cannot be pinned; where they are is all that counts. See `Tape`, too, which makes new ones unpinned."""
     replace(undo, Tensor, "pin_memory", lambda self, *_: torch.empty_like(self))
     replace(undo, Tensor, "is_pinned", lambda *_: True)
+
+
+def _data(undo: ExitStack) -> None:
+    """`tensor.data = other` leaves a fake tensor's device as it was, and so models that are moved stay where they were."""
+    original: Any = Tensor.data
+
+    def move(self: FakeTensor, value: Tensor) -> None:
+        original.__set__(self, value)
+        if isinstance(value, FakeTensor):
+            self.fake_device = value.fake_device
+
+    replace(undo, FakeTensor, "data", property(original.__get__, move))
 
 
 def _modules(undo: ExitStack) -> None:

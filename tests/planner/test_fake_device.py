@@ -102,6 +102,13 @@ def test_a_module_moves_to_the_gpu_with_its_tied_parameters() -> None:
         assert model[0].weight.device == GPU and model[0].weight is model[1].weight
 
 
+def test_a_tensor_whose_data_is_replaced_is_where_the_new_data_is() -> None:
+    with operators():
+        weight = nn.Parameter(torch.empty(3))
+        weight.data = weight.data.to(GPU)
+        assert weight.device == GPU and (weight * 2).device == GPU
+
+
 def test_streams_are_entered_and_left() -> None:
     with fake_device(FakeDevice("cuda")) as streams:
         side = torch.cuda.Stream()

@@ -12,6 +12,7 @@ from torch import nn
 
 import shoal.parallel.offload
 from shoal.cluster import Cluster
+from shoal.parallel.apply import parallelize
 from shoal.plan import Plan
 from shoal.planner.simulate import simulate, simulated_world
 from shoal.simulated import is_simulated
@@ -95,6 +96,13 @@ def test_four_ranks_on_two_axes_hold_what_was_simulated() -> None:
 
 def test_experts_with_equally_many_tokens_hold_what_was_simulated() -> None:
     compare(EXPERTS, balanced_moe)
+
+
+def test_a_model_that_is_built_with_weights_is_spread_over_gpus_too() -> None:
+    with simulated_world(Cluster.parse("8 h100"), 3, 8) as world:
+        model = parallelize(lambda: nn.Linear(16, 24), Plan(shard=8), world)
+        local = next(model.parameters()).to_local()  # pyrefly: ignore[not-callable]
+        assert local.shape == (3, 16) and local.device.type == "cuda"
 
 
 def test_a_real_step_works_after_a_simulated_one() -> None:
