@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.simulated import is_simulated
+
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Each row of `x` times its group's matrix: x_i @ weight[group of i].T.
@@ -29,8 +31,20 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 @torch.compiler.disable  # numbers of rows would be compiled in, and be others in the next step
 def _one_by_one(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    parts = x.split(counts.tolist())
+    parts = x.split(rows_of(counts, len(x)))
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight.unbind(0), strict=True)])
+
+
+def rows_of(counts: Tensor, rows: int) -> list[int]:
+    """The number of rows of each group; waits for the device. In a simulated world groups have as many as each other.
+
+    Args:
+        counts: (groups,) whole numbers that add up to `rows`.
+    """
+    if is_simulated():
+        every, more = divmod(rows, len(counts))
+        return [every + (group < more) for group in range(len(counts))]
+    return counts.tolist()
 
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:

@@ -24,11 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shoal.layout import Layout
-from shoal.models.grouped import take_rows
+from shoal.models.grouped import rows_of, take_rows
 from shoal.parallel.collectives import all_to_all, exchange_rows
 from shoal.parallel.layout import modules_named
 from shoal.parallel.tensor import local_part, use_as, with_local_parameters
 from shoal.plan import Plan
+from shoal.simulated import is_simulated
 
 GroupedForward = Callable[[Tensor, Tensor], Tensor]
 """From rows (N, D) sorted by expert and the number of each to as many rows."""
@@ -111,7 +112,7 @@ def _exchanged(forward: GroupedForward, group: dist.ProcessGroup) -> GroupedForw
     def run(x: Tensor, counts: Tensor) -> Tensor:
         mine = counts.view(group.size(), -1)  # (ranks, experts of each): rows from here
         theirs = all_to_all(mine, 0, 0, group)  # (ranks, experts here): rows from each rank
-        send, receive = torch.stack((mine.sum(1), theirs.sum(1))).tolist()  # waits for the device
+        send, receive = _rows_sent(mine, theirs, len(x))
         order = _by_expert(theirs, sum(receive))
         inverse = order.argsort()
         arrived = take_rows(exchange_rows(x, send, receive, group), order, inverse)
@@ -119,6 +120,15 @@ def _exchanged(forward: GroupedForward, group: dist.ProcessGroup) -> GroupedForw
         return exchange_rows(made, receive, send, group)
 
     return run
+
+
+def _rows_sent(mine: Tensor, theirs: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """Rows to each rank and from each rank, in one wait for the device; in a simulated world all ranks have as many."""
+    if is_simulated():
+        even = rows_of(mine.sum(1), rows)
+        return even, even
+    send, receive = torch.stack((mine.sum(1), theirs.sum(1))).tolist()
+    return send, receive
 
 
 def _by_expert(counts: Tensor, rows: int) -> Tensor:

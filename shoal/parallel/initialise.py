@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shoal.parallel.replicate import core
 from shoal.parallel.shard import reshard
 from shoal.randomness import random_state_kept, seed_random
+from shoal.simulated import is_simulated
 
 InitParameter = Callable[[str, Tensor, torch.Generator], None]
 """Sets one whole parameter, given by its name, to its initial value in place."""
@@ -102,7 +103,8 @@ def materialise(
     _tie(model, ties)  # to_empty gives each use of a tied parameter storage of its own
     for name, buffer in buffers.items():
         model.get_buffer(name).copy_(buffer)
-    fill(model, init_parameter, seed)
+    if not is_simulated():  # there are no values to set
+        fill(model, init_parameter, seed)
     fill_buffers(model)
 
 

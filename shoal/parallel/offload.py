@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.parallel.host import Lane, Mark
 from shoal.parallel.precision import tensors_in
+from shoal.simulated import is_simulated
 
 KEPT_BYTES = 1 << 20  # smaller tensors stay: they are many, and a copy costs more than they take
 
@@ -174,7 +175,7 @@ class _Traffic:
 
     def _is_movable(self, tensor: Tensor) -> bool:
         return (
-            type(tensor) is Tensor
+            (type(tensor) is Tensor or is_simulated())
             and tensor.device == self._device
             and tensor.nbytes >= self._kept_bytes
             and not (tensor.is_leaf and tensor.requires_grad)

@@ -65,14 +65,15 @@ class Stage(nn.Module):
         self.index, self.uses_every_parameter = index, uses_every_parameter
         self.blocks = nn.ModuleList(blocks)
         self.others = nn.ModuleList(others)
-        self.run: Callable[[Tensor, Tensor], Tensor] | None = None
-        self.on_trial = True
+        self.run: Callable[[Tensor, int], Tensor] | None = None
+        self.micro_batch: int | None = None
+        """the number of the one that runs; None on trial, to see what comes out"""
 
-    def forward(self, x: Tensor, micro: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if self.run is None:
             raise RuntimeError("a pipeline's stage runs as part of a step")
-        with BuffersKept(self) if self.on_trial else nullcontext():
-            return self.run(x, micro)
+        with BuffersKept(self) if self.micro_batch is None else nullcontext():
+            return self.run(x, self.micro_batch or 0)
 
 
 class _Stage(PipelineStage):
@@ -83,13 +84,13 @@ class _Stage(PipelineStage):
     passes they are run once for all. In evaluation V-shaped schedules pass gradients that are not there to a rank's other stage.
     """
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         stage: Any = self.submod
-        stage.on_trial = False
+        stage.micro_batch = fwd_chunk_id
         try:
-            return super().forward_one_chunk(*args, **kwargs)
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         finally:
-            stage.on_trial = True
+            stage.micro_batch = None
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
@@ -153,13 +154,13 @@ class Pipeline:
         arguments = (index,) if any(stage.index == 0 for stage in self.stages) else ()
         target = index if self.has_last else None
         call = schedule.step if train else schedule.eval
-        call(*arguments, target=target, micro=index)
+        call(*arguments, target=target)
 
-    def _runner(self, stage: Stage, run: Callable[[int, bool], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        def forward(x: Tensor, micro: Tensor) -> Tensor:
+    def _runner(self, stage: Stage, run: Callable[[int, bool], Tensor]) -> Callable[[Tensor, int], Tensor]:
+        def forward(x: Tensor, micro: int) -> Tensor:
             self.active, self.incoming = stage, x
             try:
-                return run(int(micro[0]), stage.index == self.num_stages - 1)
+                return run(micro, stage.index == self.num_stages - 1)
             finally:
                 self.active = self.incoming = None
 

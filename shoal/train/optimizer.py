@@ -106,7 +106,7 @@ class LocalOptimizer:
         """Follow local parts that moved: the first forward of a sharded model may lay them out anew."""
         for name, parameter in self.parameters.items():
             part = local(parameter)
-            if part.data_ptr() != self._locals[name].data_ptr():
+            if _place(part) != _place(self._locals[name]):
                 self._locals[name].data = part
 
     @torch.no_grad()
@@ -155,6 +155,11 @@ def _nothing_to_train(model: nn.Module) -> str:
             "plan.pipeline = 1 with other axes, or train a parameter of each stage"
         )
     return "the model has no trainable parameter; set requires_grad on those to be trained"
+
+
+def _place(tensor: Tensor) -> tuple[int, int | torch.SymInt]:
+    """What names the memory of a tensor for as long as it is held; a tensor of a simulated world has no address."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
 def local(tensor: Tensor) -> Tensor:

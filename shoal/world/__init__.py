@@ -92,12 +92,15 @@ class World:
         kept = {axis: n for axis, n in degrees.items() if axis in ("replicate", "shard", "expert") or n > 1}
         key = tuple(kept.items())
         if key not in self._meshes:
-            mesh = init_device_mesh(self.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
-            for axis in kept:
-                mesh.get_group(axis).set_timeout(self.deadline)  # else 30 minutes (Gloo), 10 (NCCL)
-            self._meshes[key] = mesh
+            self._meshes[key] = self._make_mesh(kept)
             self._meeting.meet("mesh")  # as for "join": all groups are connected before anyone goes on
         return self._meshes[key]
+
+    def _make_mesh(self, degrees: dict[str, int]) -> DeviceMesh:
+        mesh = init_device_mesh(self.device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+        for axis in degrees:
+            mesh.get_group(axis).set_timeout(self.deadline)  # else 30 minutes (Gloo), 10 (NCCL)
+        return mesh
 
     def barrier(self, what: str, problem: str = "", *, deadline_s: float | None = None) -> None:
         """Wait for every rank to come to `what`; a `problem` that any rank brings is raised on all.

@@ -1,0 +1,139 @@
+"""`shoal plan`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from shoal.planner.memory import Memory
+    from shoal.planner.predict import Prediction, RankMemory
+
+
+def plan(
+    job: str = typer.Argument(help="A job file, or a run directory."),
+    overrides: list[str] = typer.Argument(
+        None, help="key=value words, such as plan.shard=8 plan.micro_batch=1"
+    ),
+    on: str = typer.Option(
+        None,
+        "--on",
+        help='The cluster, which need not exist: "8 h100", "4x8 h100"; left out: the job\'s, or this machine.',
+    ),
+    expandable: bool = typer.Option(
+        False, "--expandable", help="With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print as JSON, for machines."),
+) -> None:
+    """Say what memory a plan needs, without the devices: a training step is simulated.
+
+    Exits with 1 if the plan does not fit.
+
+    Example: shoal plan examples/quickstart.toml model.preset=150m plan.shard=8 train.global_batch=64 --on "8 h100"
+    """
+    from shoal.cli.show import fail, stdout_on_stderr
+    from shoal.cluster import Cluster
+    from shoal.config import load
+    from shoal.launch.ready import complete_plan
+    from shoal.planner.memory import Fit
+    from shoal.planner.predict import predict
+    from shoal.world import detect_cluster
+
+    settings = load(job, overrides or [])
+    try:
+        said = on or (settings.cluster if settings.cluster != "auto" else None)
+        cluster = Cluster.parse(said) if said else detect_cluster()
+        with stdout_on_stderr(active=as_json):
+            prediction = predict(settings, complete_plan(settings, cluster), cluster, expandable=expandable)
+    except ValueError as error:
+        raise fail(str(error)) from error
+    if as_json:
+        typer.echo(json.dumps(_as_json(prediction)))
+    else:
+        _show(prediction)
+    raise typer.Exit(1 if prediction.fit is Fit.NOT else 0)
+
+
+def _show(prediction: Prediction) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{prediction.plan.describe()} on {prediction.cluster.describe()}", markup=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("GiB")
+    for each in prediction.ranks:
+        table.add_column(_title(each), justify="right")
+    for name, values in _rows([each.memory for each in prediction.ranks]):
+        table.add_row(name, *(f"{value / 2**30:.2f}" for value in values))
+    console.print(table)
+    worst = prediction.worst
+    peak, verdict = worst.memory.peak, worst.verdict
+    where = peak.moment.phase + (f" of {peak.moment.unit}" if peak.moment.unit else "")
+    shape = "x".join(map(str, peak.last.shape)) or "scalar"
+    console.print(
+        f"peak     in {where}, with {peak.last.dtype} {shape} ({peak.last.nbytes / 2**30:.2f} GiB) of {peak.last.made_by}",
+        markup=False,
+    )
+    margin = "" if verdict.margin_bytes is None else f", {verdict.margin_bytes / 2**30:+.1f} GiB to spare"
+    console.print(f"verdict  {verdict.fit}{margin}", markup=False)
+    for advice in verdict.advice:
+        console.print(f"         try {advice}", markup=False)
+    console.print(f"         simulated in {prediction.seconds:.1f} s", markup=False)
+
+
+def _title(each: RankMemory) -> str:
+    last = each.rank + each.stands_for - 1
+    return f"rank {each.rank}" if last == each.rank else f"ranks {each.rank}-{last}"
+
+
+def _rows(memories: list[Memory]) -> list[tuple[str, list[int]]]:
+    from shoal.planner.memory import Category
+
+    parts: list[tuple[str, list[int]]] = [
+        (category.value, [memory.peak.by_category.get(category, 0) for memory in memories])
+        for category in Category
+    ]
+    return [
+        *((name, values) for name, values in parts if any(values)),
+        ("peak allocated", [memory.peak.allocated_bytes for memory in memories]),
+        ("reserved by the allocator", [memory.reserved_bytes for memory in memories]),
+        ("device, with context and NCCL", [memory.device_bytes for memory in memories]),
+        ("host", [memory.host_bytes for memory in memories]),
+    ]
+
+
+def _as_json(prediction: Prediction) -> dict[str, Any]:
+    return {
+        "plan": prediction.plan.model_dump(),
+        "cluster": prediction.cluster.describe(),
+        "fit": prediction.fit.value,
+        "seconds": round(prediction.seconds, 3),
+        "ranks": [_rank_as_json(each) for each in prediction.ranks],
+    }
+
+
+def _rank_as_json(each: RankMemory) -> dict[str, Any]:
+    memory = each.memory
+    peak = memory.peak
+    return {
+        "rank": each.rank,
+        "stands_for": each.stands_for,
+        "allocated_bytes": peak.allocated_bytes,
+        "reserved_bytes": memory.reserved_bytes,
+        "outside_bytes": memory.outside_bytes,
+        "device_bytes": memory.device_bytes,
+        "host_bytes": memory.host_bytes,
+        "peak": {
+            "moment": peak.moment._asdict(),
+            "by_category": {category.value: size for category, size in peak.by_category.items()},
+            "last": peak.last._asdict(),
+            "largest": [tensor._asdict() for tensor in peak.largest],
+        },
+        "phases": memory.phases,
+        "fit": each.verdict.fit.value,
+        "margin_bytes": each.verdict.margin_bytes,
+        "advice": each.verdict.advice,
+    }

@@ -1,0 +1,66 @@
+"""What one plan of a job needs: memory of every kind of rank, and whether it fits."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from shoal.check import check
+from shoal.cluster import Cluster
+from shoal.config import Settings
+from shoal.plan import Plan
+from shoal.planner.extend import simulate_extended
+from shoal.planner.memory import Fit, Memory, Verdict, judge, memory_of
+from shoal.planner.work import work_of
+
+
+class RankMemory(NamedTuple):
+    """One rank, which stands for all that are like it."""
+
+    rank: int
+    stands_for: int
+    """ranks with the same stages; others of them hold as much, or less where parameters do not divide evenly"""
+    memory: Memory
+    verdict: Verdict
+
+
+class Prediction(NamedTuple):
+    """What a plan needs."""
+
+    plan: Plan
+    cluster: Cluster
+    ranks: list[RankMemory]
+    """one for each rank of the pipeline"""
+    seconds: float
+    """that the simulation took"""
+
+    @property
+    def worst(self) -> RankMemory:
+        """The rank with the most memory."""
+        return max(self.ranks, key=lambda each: each.memory.device_bytes)
+
+    @property
+    def fit(self) -> Fit:
+        """Whether the worst rank fits."""
+        return self.worst.verdict.fit
+
+
+def predict(settings: Settings, plan: Plan, cluster: Cluster, *, expandable: bool = False) -> Prediction:
+    """Simulate a step of a job under a plan, for each rank of the pipeline.
+
+    Args:
+        expandable: with the allocator's expandable segments.
+
+    Raises:
+        ValueError: the plan does not fit the job or the cluster; the message says what would.
+    """
+    began = time.perf_counter()
+    check(settings.job, plan, cluster)
+    work = work_of(settings)
+    each = plan.world_size // plan.pipeline  # the pipeline is the slowest axis
+    ranks = []
+    for rank in range(0, plan.world_size, each):
+        trace = simulate_extended(work, plan, cluster, rank)
+        memory = memory_of(trace, plan, cluster.device.type, expandable=expandable)
+        ranks.append(RankMemory(rank, each, memory, judge(memory, plan, cluster)))
+    return Prediction(plan, cluster, ranks, time.perf_counter() - began)

@@ -1,0 +1,292 @@
+"""`Tape`: every allocation and release of memory of a simulated step, in the order in which they happen.
+
+Nothing here knows of parallelism: sharding, recompute and the optimizer run their own code on fake tensors, and the tape sees the
+storages that come and go. A storage is followed by a weak reference, so that it ends when its last tensor does.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from shoal.planner.fake_device import replace
+from shoal.planner.streams import Streams
+from shoal.planner.workspace import MATMULS, blas_workspace_bytes, scratch_bytes
+
+aten: Any = torch.ops.aten
+IN_PLACE: dict[Any, Any] = {
+    aten.scatter_add.default: aten.scatter_add_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.index_add.default: aten.index_add_.default,
+    aten.index_put.default: aten.index_put_.default,
+    aten._index_put_impl.default: aten._index_put_impl_.default,
+}
+"""what gradients of indexing do to a tensor of zeros; while operators are looked at, torch makes a second one"""
+ZEROS = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
+UNSEEN = 2**63  # nodes that accumulate gradients have a number that no operation has
+
+
+@dataclass(slots=True)
+class Storage:
+    """Memory that was allocated once."""
+
+    nbytes: int
+    device: str
+    stream: int
+    operator: str
+    shape: tuple[int, ...]
+    dtype: str
+    began: Moment
+    ended: Moment | None = None
+    kind: str | None = None
+    """what it is for, where that is told: see `shoal.planner.memory`"""
+    name: str = ""
+    """of the parameter that it belongs to"""
+    travels: bool = False
+    """a collective reads or writes it"""
+
+
+class Moment(NamedTuple):
+    """Where a step is."""
+
+    step: int
+    """-1 before the first"""
+    phase: str
+    """"setup", "forward", "backward", "recompute" (in backward), "reduce" or "update" """
+    unit: str
+    """the block whose operations run; "" outside of blocks"""
+
+
+@dataclass
+class Trace:
+    """What a tape recorded."""
+
+    storages: list[Storage] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    """n: storage n is allocated; ~n: it is released"""
+    moments: list[Moment] = field(default_factory=list)
+    """of each event"""
+
+
+class Tape(TorchDispatchMode):
+    """Records storages while it is entered, inside of a `FakeTensorMode`.
+
+    Args:
+        mode: the fake mode; tensors of other modes (torch's own studies of shapes) are not memory.
+        capability: of the GPU that is simulated; None for a CPU.
+    """
+
+    def __init__(self, mode: FakeTensorMode, streams: Streams, capability: tuple[int, int] | None) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self._mode, self._streams, self._capability = mode, streams, capability
+        self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._held: dict[int, list[Tensor]] = {}
+        self._handles: set[tuple[bool, int]] = set()
+        self._step, self._phase = -1, "setup"
+        self._calls: list[
+            tuple[int, str]
+        ] = []  # (number of the first operation, unit), for backward to look up
+        self._unit = ""
+        self._fresh: int | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # it is not there while Dynamo looks at code, and keeping Dynamo off at each operator takes time
+        return False
+
+    # where the step is
+
+    def begin(self, phase: str, step: int) -> None:
+        """A phase of a step begins."""
+        self._step, self._phase, self._unit = step, phase, ""
+        if phase == "forward":
+            self._calls = [(0, "")]
+
+    def enter_unit(self, unit: str) -> None:
+        """Operations that follow in forward are of a block, or with "" of none."""
+        if torch._C._current_graph_task_id() == -1:
+            self._unit = unit
+            self._calls.append((torch.autograd._get_sequence_nr(), unit))
+
+    def now(self) -> Moment:
+        """Where the step is."""
+        if self._phase != "forward" or torch._C._current_graph_task_id() == -1:
+            return Moment(self._step, self._phase, self._unit)
+        node = torch._C._current_autograd_node()
+        number = node._sequence_nr() if node is not None else UNSEEN
+        if number < UNSEEN:
+            self._unit = self._calls[bisect.bisect_right(self._calls, (number, "\uffff")) - 1][1]
+        phase = "recompute" if torch.is_grad_enabled() else "backward"
+        return Moment(self._step, phase, self._unit)
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Operators are not recorded; tensors are still fake, and storages still end."""
+        with _disable_current_modes(), self._mode:
+            yield
+
+    @contextmanager
+    def resumed(self) -> Generator[None]:
+        """Inside of `paused`: operators are recorded again."""
+        with self:
+            yield
+
+    # what storages are for
+
+    def tell(self, tensor: Tensor | None, kind: str, name: str = "") -> None:
+        """Say what the memory of a tensor is for."""
+        number = self._number(tensor) if tensor is not None else None
+        if number is not None:
+            storage = self.trace.storages[number]
+            storage.kind, storage.name = kind, name or storage.name
+
+    def _number(self, tensor: Tensor) -> int | None:
+        found = self._live.get(_plain(tensor).untyped_storage()._cdata)
+        return None if found is None else found[0]
+
+    # memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if DTensor in types:
+            return NotImplemented
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            self._held.pop(_plain(args[0]).untyped_storage()._cdata, None)
+            return args[0]  # as in fact; the fake operator gives a new tensor
+        kwargs = kwargs or {}
+        if kwargs.get("pin_memory"):  # which fake tensors cannot be
+            kwargs = {**kwargs, "pin_memory": False}
+        if func in IN_PLACE and id(args[0]) == self._fresh:
+            func = IN_PLACE[func]
+        out = func(*args, **kwargs)
+        self._fresh = id(out) if func in ZEROS and torch._C._current_graph_task_id() != -1 else None
+        if func.namespace not in ("prim", "profiler") and active_fake_mode() is self._mode:
+            self._see(func, args, kwargs, out)
+        return out
+
+    def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        outputs = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
+        now: Moment | None = None
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._live and tensor.device.type != "meta":
+                now = now or self.now()
+                self._follow(storage, tensor, str(func), now)
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor", "fsdp"):
+            self._communicates(func, args, kwargs, outputs)
+        elif self._capability is not None:
+            self._workspaces(func, args)
+
+    def _follow(self, storage: Any, tensor: Tensor, operator: str, now: Moment) -> None:
+        size = storage.nbytes()
+        number = self._allocate(
+            size,
+            tensor.device.type,
+            operator,
+            tuple(tensor.shape),
+            str(tensor.dtype).removeprefix("torch."),
+            now,
+        )
+        key = storage._cdata
+        self._live[key] = number, weakref.ref(storage, self._ends(key))
+
+    def _allocate(
+        self, size: int, device: str, operator: str, shape: tuple[int, ...], dtype: str, now: Moment
+    ) -> int:
+        number = len(self.trace.storages)
+        stream = self._streams.current.stream_id if device == "cuda" else 0
+        self.trace.storages.append(Storage(size, device, stream, operator, shape, dtype, now))
+        self.trace.events.append(number)
+        self.trace.moments.append(now)
+        return number
+
+    def _release(self, number: int) -> None:
+        now = self.now()
+        self.trace.storages[number].ended = now
+        self.trace.events.append(~number)
+        self.trace.moments.append(now)
+
+    def _ends(self, key: int) -> Callable[[Any], None]:
+        def end(reference: Any) -> None:
+            found = self._live.get(key)
+            if found is not None and found[1] is reference:
+                del self._live[key]
+                self._release(found[0])
+
+        return end
+
+    def _resized(self, storage: Any) -> None:
+        """Sharding frees and takes memory of gathered parameters by changing the size of their storages."""
+        found = self._live.get(storage._cdata)
+        if found is None:
+            return
+        old = self.trace.storages[found[0]]
+        if old.nbytes == storage.nbytes():
+            return
+        self._release(found[0])
+        number = self._allocate(storage.nbytes(), old.device, old.operator, old.shape, old.dtype, self.now())
+        self.trace.storages[number].kind, self.trace.storages[number].name = "gathered", old.name
+        self._live[storage._cdata] = number, found[1]
+
+    def _communicates(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        """Marks what travels; a functional collective's inputs are held until it is waited for."""
+        inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        for tensor in (*inputs, *outputs):
+            number = self._number(tensor)
+            if number is not None:
+                self.trace.storages[number].travels = True
+        if func.namespace == "_c10d_functional":
+            for tensor in outputs:
+                self._held[tensor.untyped_storage()._cdata] = inputs
+
+    def _workspaces(self, func: Any, args: Any) -> None:
+        packet = func._overloadpacket
+        if packet in MATMULS and args[0].device.type == "cuda":
+            # torch has a handle for each thread, and backward runs in one of its own
+            handle = torch._C._current_graph_task_id() != -1, self._streams.current.stream_id
+            if handle not in self._handles:
+                self._handles.add(handle)
+                size = blas_workspace_bytes(self._capability or (0, 0))
+                self._scratch(size, "cuBLAS")
+        sizes = scratch_bytes(func, args)
+        for number in [self._scratch(size, str(func)) for size in sizes]:
+            self._release(number)
+
+    def _scratch(self, size: int, operator: str) -> int:
+        number = self._allocate(size, "cuda", operator, (size,), "uint8", self.now())
+        self.trace.storages[number].kind = "workspace"
+        return number
+
+    def see_sizes(self, undo: ExitStack) -> None:
+        """See changes of storages' sizes, which are no operators, until `undo` is closed."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            self._resized(storage)
+            return result
+
+        replace(undo, torch.UntypedStorage, "resize_", resize_)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """This rank's tensor under a DTensor, or under one that waits for a collective when it is used."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    if type(tensor).__name__ == "AsyncCollectiveTensor":
+        return tensor.elem  # pyrefly: ignore[missing-attribute]
+    return tensor

@@ -1,0 +1,59 @@
+"""`shoal plan` says what memory a plan needs on a cluster that is not here."""
+
+from __future__ import annotations
+
+import json
+
+from typer.testing import CliRunner, Result
+
+from shoal.cli import app
+from tests.cli.test_commands import JOB, TINY
+
+
+def plan(*words: str) -> Result:
+    return CliRunner().invoke(app, ["plan", str(JOB), *TINY, *words])
+
+
+def test_a_plan_that_fits_is_told_with_a_table_of_its_ranks() -> None:
+    found = plan(
+        "plan.pipeline=2", "model.layers=2", "plan.micro_batch=2", "plan.compile=false", "--on", "2 h100"
+    )
+    assert found.exit_code == 0, found.output
+    assert "pipeline 2, 1f1b of 2 stages, micro-batch 2 on 2 h100" in found.output
+    assert "rank 0" in found.output and "rank 1" in found.output
+    for row in ("parameters", "optimizer", "activations", "peak allocated", "reserved by the allocator"):
+        assert row in found.output
+    assert "verdict  fits" in found.output
+
+
+def test_json_is_one_document_whose_categories_add_up() -> None:
+    found = plan("plan.shard=4", "plan.compile=false", "--on", "4 h100", "--json")
+    assert found.exit_code == 0, found.output
+    told = json.loads(found.stdout)
+    (rank,) = told["ranks"]
+    assert told["fit"] == "fits" and told["cluster"] == "4 h100" and rank["stands_for"] == 4
+    assert sum(rank["peak"]["by_category"].values()) == rank["allocated_bytes"] <= rank["reserved_bytes"]
+    assert rank["device_bytes"] == rank["reserved_bytes"] + rank["outside_bytes"]
+
+
+def test_a_plan_that_does_not_fit_exits_with_1_and_says_what_would() -> None:
+    words = [
+        "data.seq_len=65536",
+        "data.vocab=100000",
+        "train.precision=bf16",
+        "plan.compile=false",
+        "plan.replicate=1",
+    ]
+    found = plan(*words, "--on", "1 rtx4090")
+    assert found.exit_code == 1, found.output
+    assert "does not fit" in found.output and "try a smaller plan.micro_batch" in found.output
+
+
+def test_a_plan_for_another_number_of_devices_is_refused() -> None:
+    found = plan("plan.shard=4", "--on", "8 h100")
+    assert found.exit_code == 2 and "4 ranks, but the cluster has 8 devices" in found.stderr
+
+
+def test_a_cluster_that_is_not_understood_is_refused() -> None:
+    found = plan("--on", "eight h100")
+    assert found.exit_code == 2 and "is not understood" in found.stderr

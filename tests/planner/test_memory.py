@@ -1,0 +1,103 @@
+"""A peak is told by what it is for, adds up, and the verdict says what to change."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.cluster import GIB, Cluster
+from shoal.plan import Plan
+from shoal.planner.memory import Category, Fit, Memory, Peak, category_of, judge, memory_of
+from shoal.planner.simulate import simulate
+from shoal.planner.tape import Moment, Storage, Trace
+from tests.planner.real import DIMS, dense, work
+
+PARAMETERS = sum(p.numel() for p in dense().parameters())
+H100 = Cluster.parse("1 h100")
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return simulate(work(), Plan(compile=False), H100)
+
+
+def test_parameters_and_the_optimizer_are_what_they_are(trace: Trace) -> None:
+    found = memory_of(trace, Plan(), "cuda").peak.by_category
+    rounded = 512 * (2 + 9 * DIMS.layers + 1)
+    assert 4 * PARAMETERS <= found[Category.PARAMETERS] <= 4 * PARAMETERS + rounded
+    assert 8 * PARAMETERS <= found[Category.OPTIMIZER] <= 8 * PARAMETERS + 3 * rounded
+
+
+def test_categories_add_up_to_what_is_allocated(trace: Trace) -> None:
+    memory = memory_of(trace, Plan(), "cuda")
+    assert sum(memory.peak.by_category.values()) == memory.peak.allocated_bytes
+    assert memory.peak.allocated_bytes == max(memory.phases.values()) <= memory.reserved_bytes
+
+
+def test_gradients_are_told_where_they_are_the_most(trace: Trace) -> None:
+    last = [i for i, moment in enumerate(trace.moments) if moment.phase == "backward"][-1]
+    live: set[int] = set()
+    for event in trace.events[: last + 1]:
+        live.add(event) if event >= 0 else live.discard(~event)
+    gradients = sum(
+        trace.storages[number].nbytes
+        for number in live
+        if category_of(trace.storages[number]) is Category.GRADIENTS
+    )
+    assert gradients == 4 * PARAMETERS
+
+
+def test_a_gpus_peak_holds_a_workspace_and_a_cpus_does_not(trace: Trace) -> None:
+    on_cpu = simulate(work(), Plan(), Cluster.parse("1 cpu"))
+    assert Category.WORKSPACE in memory_of(trace, Plan(), "cuda").peak.by_category
+    assert Category.WORKSPACE not in memory_of(on_cpu, Plan(), "cpu").peak.by_category
+
+
+def test_recompute_holds_fewer_activations() -> None:
+    whole, again = (
+        memory_of(simulate(work(), plan, H100), plan, "cuda").peak.by_category[Category.ACTIVATIONS]
+        for plan in (Plan(compile=False), Plan(compile=False, recompute="full"))
+    )
+    assert again < whole
+
+
+def test_what_is_made_in_forward_and_freed_in_backward_is_an_activation() -> None:
+    forward, backward = (Moment(0, phase, "") for phase in ("forward", "backward"))
+
+    def made(began: Moment, ended: Moment, travels: bool = False) -> Category:
+        return category_of(Storage(1, "cuda", 0, "", (), "", began, ended, travels=travels))
+
+    assert made(forward, backward) is Category.ACTIVATIONS
+    assert made(forward, forward) is Category.TEMPORARIES
+    assert made(forward, forward, travels=True) is Category.COMMUNICATION
+    assert made(backward, backward) is Category.TEMPORARIES
+
+
+def memory(allocated: float, reserved: float, by: dict[Category, int]) -> Memory:
+    storage = Storage(0, "cuda", 0, "", (), "", Moment(0, "forward", ""))
+    peak = Peak(int(allocated * GIB), Moment(1, "backward", ""), by, [], None)  # pyrefly: ignore[bad-argument-type]
+    assert storage.nbytes == 0
+    return Memory(peak, int(reserved * GIB), 2 * GIB, 0, {})
+
+
+@pytest.mark.parametrize(("reserved", "fit"), [(40, Fit.FITS), (77, Fit.TIGHT), (79, Fit.NOT)])
+def test_the_verdict_is_of_the_device_and_not_of_tensors_alone(reserved: int, fit: Fit) -> None:
+    found = judge(memory(30, reserved, {Category.ACTIVATIONS: 30 * GIB}), Plan(), H100)
+    assert found.fit is fit and found.margin_bytes == (80 - 2 - reserved) * GIB
+    assert bool(found.advice) == (fit is not Fit.FITS)
+
+
+def test_advice_begins_with_what_takes_the_most() -> None:
+    states = judge(memory(79, 79, {Category.OPTIMIZER: 70 * GIB}), Plan(), H100).advice
+    activations = judge(memory(79, 79, {Category.ACTIVATIONS: 70 * GIB}), Plan(), H100).advice
+    assert states[0].startswith("plan.shard above 1") and activations[0] == "a smaller plan.micro_batch"
+
+
+def test_memory_that_the_allocator_wastes_is_named() -> None:
+    found = judge(memory(60, 79, {Category.ACTIVATIONS: 60 * GIB}), Plan(), H100)
+    assert any("expandable_segments:True" in advice and "19.0 GiB" in advice for advice in found.advice)
+
+
+def test_advice_is_about_what_the_plan_does_not_do_yet() -> None:
+    plan = Plan(shard=8, micro_batch=1, recompute="full", offload=("optimizer", "activations"), tensor=2)
+    advice = judge(memory(79, 79, {Category.OPTIMIZER: 70 * GIB}), plan, H100).advice
+    assert advice == ["more devices"]
