@@ -125,7 +125,8 @@ def _judge(task: Settings, folder: Path, place: int, references: dict[str, Recor
         return Verdict(plan, None, problem or "it was stopped before this plan")
     exact, one = (_reference(task, precision, references) for precision in ("fp64", task.train.precision))
     found, allowed = read_record(folder, place), rounding(task, plan)
-    return Verdict(plan, compare(exact, one, found, allowed, buffers=same_batches(plan)))
+    buffers, jumps = same_batches(plan), task.train.precision in NARROW and _experts_of(task) > 1
+    return Verdict(plan, compare(exact, one, found, allowed, buffers=buffers, jumps=jumps))
 
 
 def _reference(task: Settings, precision: str, known: dict[str, Record]) -> Record:
@@ -169,6 +170,17 @@ def every_plan(ranks: int, *, tied: bool, experts: int = 1, like: Plan | None = 
         choices = _choices(shard * context > 1, context > 1, pipeline > 1, tied)
         for more, expert in product(choices, sharing):
             yield Plan.model_validate({**kept, **degrees, **more, "expert": expert})
+
+
+def _experts_of(task: Settings) -> int:
+    """Experts of a model among which a router chooses; 1 where none does, or it is not known."""
+    if task.model.family == "moe":
+        return resolve_moe(task.model, task.data.vocab).experts
+    if task.model.family.startswith(HF):
+        from shoal.models.huggingface.shrink import num_experts
+
+        return num_experts(task.model.family, task.model.options)
+    return 1
 
 
 def ends_and_experts(settings: Settings) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shoal.check import check
 from shoal.cluster import Cluster
@@ -170,3 +171,15 @@ def test_settings_for_one_device_are_the_same_job() -> None:
     settings, small = shrink(load(JOB), Plan(pipeline=2, shard=2))
     assert isinstance(settings, Settings)
     assert small.micro_batches(settings.train.global_batch)[0] >= small.stages
+
+
+def test_where_tokens_may_go_to_other_experts_one_devices_largest_error_counts() -> None:
+    def with_errors(first: float, second: float) -> Record:
+        parts = {"a": torch.tensor([1.0 + first, 0.0]), "b": torch.tensor([1.0 + second, 0.0])}
+        return Record("", [1.0], [1.0], [parts], parts, {})
+
+    exact, one, plan = with_errors(0.0, 0.0), with_errors(0.01, 0.0), with_errors(0.0, 0.05)
+    strict, loose = (compare(exact, one, plan, 1e-6, jumps=jumps) for jumps in (False, True))
+    assert strict.first is not None and strict.first.what == "gradient of 'b'"
+    assert loose.same
+    assert not compare(exact, one, with_errors(0.0, 0.09), 1e-6, jumps=True).same
