@@ -8,7 +8,7 @@ from shoal.cluster import Cluster
 from shoal.job import FAMILIES, Job
 from shoal.models.moe_presets import MoeDims, resolve_moe
 from shoal.models.presets import LlamaDims, resolve
-from shoal.plan import Plan
+from shoal.plan import V_SHAPED, Plan
 
 
 def check(job: Job, plan: Plan, cluster: Cluster) -> None:
@@ -23,10 +23,12 @@ def check(job: Job, plan: Plan, cluster: Cluster) -> None:
     _check_pipeline(job, plan)
     if job.model.family == "llama":
         dims = resolve(job.model)
+        _check_tied(dims, plan)
         _check_experts(None, plan)
         _check_decoder(dims, {"model.ffn": dims.ffn}, job, plan)
     elif job.model.family == "moe":
         moe = resolve_moe(job.model)
+        _check_tied(moe.base, plan)
         _check_experts(moe, plan)
         _check_decoder(moe.base, {"model.shared_experts x model.expert_ffn": moe.base.ffn}, job, plan)
 
@@ -100,7 +102,8 @@ def _check_decoder(dims: LlamaDims, widths: dict[str, int], job: Job, plan: Plan
     """What Llama and its relatives share; `widths` of feed-forward parts by the keys that decide them."""
     for name, value in {"model.heads": dims.heads, **widths, "model.vocab": dims.vocab}.items():
         if value % plan.tensor:
-            works = [degree for degree in range(1, min(value, 64) + 1) if value % degree == 0]
+            counts = [value] if name == "model.vocab" else [dims.heads, *widths.values()]
+            works = [degree for degree in range(1, min(value, 64) + 1) if not any(n % degree for n in counts)]
             larger = -(-value // plan.tensor) * plan.tensor
             unused = (
                 f"; or set model.vocab={larger}, whose last rows are not used"
@@ -159,6 +162,14 @@ def _check_pipeline(job: Job, plan: Plan) -> None:
         )
         raise ValueError(
             f"plan.schedule = {plan.schedule!r} with {count} micro-batches of a rank's {local} samples: {why}; {do}"
+        )
+
+
+def _check_tied(dims: LlamaDims, plan: Plan) -> None:
+    if plan.pipeline > 1 and dims.tied and plan.schedule in V_SHAPED:
+        raise ValueError(
+            f"plan.schedule = {plan.schedule!r} puts the first and last stage on one rank, which this version does not do for a "
+            "tied head and embedding; use another schedule, or model.tied=false"
         )
 
 

@@ -23,6 +23,8 @@ KEPT: tuple[Kept, ...] = ("attention", "communication", "matmul")
 Offloaded = Literal["parameters", "optimizer", "activations"]
 """What can be in host memory while the device does not need it."""
 
+V_SHAPED = ("zbv", "dualpipev")
+"""schedules that put the first and the last stage on one rank"""
 _STAGES = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}
 
 
@@ -97,7 +99,7 @@ class Plan(BaseModel):
         "activations (what blocks keep for backward)",
     )
 
-    @field_validator("offload", mode="before")
+    @field_validator("offload", "recompute_keep", mode="before")
     @classmethod
     def _as_words(cls, value: Any) -> Any:
         """A word, or words with commas between them, stand for a list: `plan.offload=optimizer,activations`."""

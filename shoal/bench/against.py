@@ -20,7 +20,7 @@ from shoal.bench.ask import Ask
 from shoal.bench.figures import Amount, Record, figures
 from shoal.bench.processes import Ended, first_error, last_words, run_limited
 from shoal.bench.show import against_table, headline
-from shoal.bench.step import BenchError, bench_step
+from shoal.bench.step import BenchError, bench_step, make_folder
 from shoal.config import Settings, load
 from shoal.data.text import SourceKind, source_kind
 from shoal.imports import load_object
@@ -140,7 +140,7 @@ def against(
         variants: name and settings of each of the product's rows; peers train the job of the first.
         tell: told a line before and after each row.
     """
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    make_folder(folder / "logs")
     records: list[Record] = []
 
     def add(title: str, measured: Callable[[], Record]) -> None:

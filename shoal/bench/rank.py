@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from shoal.train.loop import Clock
 from shoal.train.pauses import Pauses
 from shoal.train.setup import Training, set_up
 from shoal.train.step import StepResult
+from shoal.train.tell import whole_parameters
 from shoal.world import World
 
 LEAST_WARMUP = 3  # steps: compilation, autotuning, the allocator's first rounds
@@ -159,14 +160,13 @@ def _most(seconds: float, world: World) -> float:
 def _about(training: Training) -> dict[str, Any]:
     """What the figures are figures of."""
     rates = training.rates
-    count: Callable[[Any], int] = lambda model: sum(p.numel() for p in model.parameters())  # noqa: E731
     return {
         "machine": facts(),
         "plan": training.plan.describe(),
         "ranks": training.world.size,
         "device": training.world.device.type,
         "backend": training.world.backend,
-        "parameters": count(training.model),
+        "parameters": whole_parameters(training),
         "unit": rates.unit,
         "units_per_step": rates.usual_weight,
         "flops_per_step": rates.flops_per_step,

@@ -20,6 +20,20 @@ class BenchError(RuntimeError):
     """A rank failed; the message is the launcher's report."""
 
 
+def make_folder(folder: Path) -> None:
+    """A folder for results.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--out: {folder} cannot be made: {error.strerror}; give a folder that can be written"
+        ) from error
+
+
 def bench_step(
     settings: Settings, ask: Ask, folder: Path, *, device: str = "auto", quiet: bool = False
 ) -> Record:
@@ -34,7 +48,7 @@ def bench_step(
     """
     if settings.plan is None:
         raise ValueError("settings.plan is not chosen yet")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     ranks, samples = settings.plan.world_size, folder / "gpus.csv"
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as place:
         run = Run(Path(place))

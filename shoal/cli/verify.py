@@ -10,6 +10,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from shoal.config import Settings
+    from shoal.plan import Plan
     from shoal.verify.run import Verdict
 
 
@@ -24,7 +26,7 @@ def verify(
 ) -> None:
     """Prove that a plan computes what one device does, on a small copy of the job.
 
-    Example: shoal verify examples/quickstart.toml plan.tensor=2 plan.shard=2
+    Example: shoal verify examples/quickstart.toml model.preset=5m plan.tensor=2 plan.shard=2
     """
     from rich.console import Console
 
@@ -54,6 +56,8 @@ def verify(
     different = [verdict for verdict in tried if not verdict.same]
     if every:
         _tell_refusals(console, [verdict for verdict in verdicts if verdict.refused])
+    if not every:
+        _tell_if_the_job_refuses(console, settings, plans[0])
     if as_json:
         typer.echo(json.dumps([_as_json(verdict) for verdict in verdicts]))
     else:
@@ -75,6 +79,17 @@ def _tell(console: Console, verdict: Verdict) -> None:
     console.print(f"{'same' if found.same else 'DIFFERENT':<10} {errors}  {name}", markup=False)
     if found.first is not None:
         console.print(f"           first: {found.first.describe()}", markup=False)
+
+
+def _tell_if_the_job_refuses(console: Console, settings: Settings, plan: Plan) -> None:
+    """The small copy has sizes that the plan divides, and the job may have others."""
+    from shoal.check import check
+    from shoal.cluster import Cluster
+
+    try:
+        check(settings.job, plan, Cluster.parse(f"{plan.world_size} cpu"))
+    except ValueError as error:
+        console.print(f"note       the job itself does not allow this plan: {error}", markup=False)
 
 
 def _tell_refusals(console: Console, refused: list[Verdict]) -> None:

@@ -25,6 +25,7 @@ from shoal.models.build import builder
 from shoal.models.moe_presets import MoeDims, num_moe_parameters, resolve_moe
 from shoal.models.presets import LlamaDims, num_parameters, resolve
 from shoal.parallel.initialise import build_on_meta
+from shoal.parallel.spread import require_layout
 from shoal.plan import Plan
 from shoal.planner.choose import Workload, choose_plan, require_even, with_compile
 from shoal.run import Run
@@ -58,6 +59,12 @@ def make_ready(
         check(settings.job, plan, cluster)
         if settings.model.family.startswith(HF):
             check_hugging_face(settings, plan)
+        elif (
+            settings.model.family not in FAMILIES
+            and plan.tensor * plan.context * plan.pipeline * plan.expert > 1
+        ):
+            with _own_errors():
+                check_own(settings, plan)
         if settings.run.resume and (done := list_checkpoints(Run(Path(settings.run.dir)).checkpoints)[0]):
             require_same_numbers(done[-1], settings.job)
     except ValueError as error:
@@ -122,6 +129,18 @@ def check_hugging_face(settings: Settings, plan: Plan) -> None:
 
     model = builder_of(settings.model.family, vocab_of(settings), **settings.model.options)()
     model.check_plan(plan, settings.data.seq_len)
+
+
+def check_own(settings: Settings, plan: Plan) -> None:
+    """Whether the layout of a model of the user's own allows a plan; one that cannot be built without storage is asked by its
+    ranks.
+
+    Raises:
+        ValueError: naming the axis and the reason.
+    """
+    model = build_on_meta(builder(settings.model, vocab_of(settings)))
+    if model is not None:
+        require_layout(model, plan)
 
 
 def complete_plan(settings: Settings, cluster: Cluster) -> Plan:

@@ -292,7 +292,8 @@ def apply_pipeline(
     if tied and last in stages_of_rank(plan, 0):  # told to all ranks alike
         raise ValueError(
             f"plan.schedule = {plan.schedule!r} puts the first and last stage on one rank, which this version does not do for "
-            f"tied parameters ({', '.join(tied)}); use another schedule, or model.tied=false"
+            f"tied parameters ({', '.join(tied)}); use another schedule, or a model whose ends are not tied (transformers: "
+            "model.options.config.tie_word_embeddings=false)"
         )
     uses_all = bool(getattr(model, "uses_every_parameter", False))
     stages = []

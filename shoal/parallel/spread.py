@@ -12,7 +12,7 @@ from torch import nn
 from shoal.layout import Layout
 from shoal.parallel.context import apply_context, cut_batch
 from shoal.parallel.expert import apply_expert, require_experts
-from shoal.parallel.layout import layout_of
+from shoal.parallel.layout import layout_of, modules_named
 from shoal.parallel.pipeline import Pipeline, apply_pipeline
 from shoal.parallel.replicate import core
 from shoal.parallel.tensor import apply_tensor, require_divisible
@@ -73,8 +73,15 @@ def require_layout(model: nn.Module, plan: Plan) -> Layout:
             raise ValueError(f"plan.{axis} = {getattr(plan, axis)}: {why}")
     if plan.tensor > 1:
         require_divisible(layout, plan)
+    if plan.context > 1 and not (layout.attention and layout.inputs):
+        raise ValueError(
+            f"plan.context = {plan.context} cuts sequences, and the layout of {type(model).__name__} names no attention, or no "
+            "inputs that have a sequence; use plan.context = 1"
+        )
     if plan.expert > 1:
         require_experts(layout, plan)
+    for names in (layout.column, layout.row, layout.region, layout.attention, layout.experts):
+        modules_named(model, names)
     return layout
 
 

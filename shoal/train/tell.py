@@ -7,12 +7,23 @@ import shlex
 import tomli_w
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shoal.checkpoint.folder import list_checkpoints
+from shoal.models.build import builder
 from shoal.observe.metrics import GIB, memory_bytes
+from shoal.parallel.initialise import build_on_meta
 from shoal.run import read_json_lines, write_whole
 from shoal.train.setup import Training
 from shoal.world import detect_cluster
+
+
+def whole_parameters(training: Training) -> int:
+    """Parameters of the whole model, also where a rank has some stages of it."""
+    model: nn.Module | None = training.model
+    if training.plan.pipeline > 1:
+        model = build_on_meta(builder(training.settings.model, training.datasets.vocab)) or training.model
+    return sum(parameter.numel() for parameter in model.parameters()) if model is not None else 0
 
 
 def introduce(training: Training, done: int) -> None:
@@ -22,8 +33,7 @@ def introduce(training: Training, done: int) -> None:
     settings, world, plan, run = training.settings, training.world, training.plan, training.run
     model, train = settings.model, settings.train
     count, micro = plan.micro_batches(train.global_batch)
-    parameters = sum(parameter.numel() for parameter in training.model.parameters())
-    vocab = training.datasets.vocab
+    parameters, vocab = whole_parameters(training), training.datasets.vocab
     say = training.progress.say
     name = f"{model.family} {model.preset}" if model.preset else model.family
     say(f"model    {name}: {parameters:,} parameters, {train.precision}")

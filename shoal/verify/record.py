@@ -107,9 +107,15 @@ def _small_pieces() -> Generator[None]:
 
 
 def record_tasks(settings: Settings, world: World, status: RankStatus, stop: StopFlag) -> None:
-    """Record every settings file that the run directory lists, one after the other: what `launch` runs on each rank."""
+    """Record every settings file that the run directory lists and that is not there yet, one after the other: what `launch` runs
+    on each rank.
+    """
     folder = Path(settings.run.dir)
-    for number, text in enumerate(json.loads((folder / TASKS).read_text())):
+    texts: list[str] = json.loads((folder / TASKS).read_text())
+    left = [number for number in range(len(texts)) if not is_recorded(folder, number)]
+    world.barrier("what is left to record")  # before rank 0 adds to it
+    for number in left:
+        text = texts[number]
         status.enter("verify", number)
         if world.broadcast_text(("stop" if stop.requested else "") if world.is_main else None):
             return  # asked to, on all ranks before the same task
@@ -120,7 +126,14 @@ def record_tasks(settings: Settings, world: World, status: RankStatus, stop: Sto
                 write_whole(folder / f"{number}.refused", str(error))
             continue
         if world.is_main:
-            torch.save(found._asdict(), folder / f"{number}.pt")
+            whole = folder / f"{number}.part"
+            torch.save(found._asdict(), whole)
+            whole.rename(folder / f"{number}.pt")
+
+
+def is_recorded(folder: Path, number: int) -> bool:
+    """Whether it is known what comes of a task: a record, a refusal or a failure."""
+    return any((folder / f"{number}.{end}").exists() for end in ("pt", "refused", "failed"))
 
 
 def read_record(folder: Path, number: int) -> Record:

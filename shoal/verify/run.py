@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
@@ -23,7 +24,7 @@ from shoal.models.presets import resolve
 from shoal.plan import Plan
 from shoal.run import write_whole
 from shoal.verify.compare import Comparison, compare, rounding, same_batches
-from shoal.verify.record import TASKS, Record, read_record, record
+from shoal.verify.record import TASKS, Record, is_recorded, read_record, record
 from shoal.verify.shrink import STEPS, shrink, shrink_plan, small_length, small_moe_dims
 from shoal.world import join_world
 
@@ -77,8 +78,8 @@ def verify(
             own = [small[number][0].with_plan(small[number][1]) for number in numbers]
             tasks = [task for one in own for task in (_precisions(one) if sharp else [one])]
             found = Path(folder) / str(size)
-            problem = _launch(tasks, size, found)
-            judged = [_judge(task, found, place, references, problem) for place, task in enumerate(tasks)]
+            _launch(tasks, size, found)
+            judged = [_judge(task, found, place, references) for place, task in enumerate(tasks)]
             each = len(tasks) // len(own)
             for place, number in enumerate(numbers):
                 verdicts[number] = _joined(judged[place * each : (place + 1) * each])
@@ -104,25 +105,35 @@ def _joined(verdicts: list[Verdict]) -> Verdict:
     return own
 
 
-def _launch(tasks: list[Settings], size: int, folder: Path) -> str:
-    """Record all tasks on `size` ranks; returns the report of a failure."""
+def _launch(tasks: list[Settings], size: int, folder: Path) -> None:
+    """Record all tasks on `size` ranks. One that fails ends its ranks: the rest are launched again."""
     folder.mkdir(parents=True)
     write_whole(folder / TASKS, json.dumps([task.to_toml() for task in tasks]))
     policy = tasks[0].run.model_copy(update={"dir": str(folder), "resume": False, "data": None})
-    outcome = launch(
-        tasks[0].model_copy(update={"run": policy}), size, device=_device(size), target=TARGET, quiet=True
-    )
-    return outcome.report if outcome.state == "failed" else ""
+    settings = tasks[0].model_copy(update={"run": policy})
+    while True:
+        outcome = launch(settings, size, device=_device(size), target=TARGET, quiet=True)
+        left = [place for place in range(len(tasks)) if not is_recorded(folder, place)]
+        if outcome.state != "failed" or not left:
+            return
+        # logs of ranks go with the folder
+        report = re.sub(r"^logs, statuses.*\n?", "", outcome.report, flags=re.MULTILINE)
+        write_whole(folder / f"{left[0]}.failed", report)
+        if len(left) == 1:
+            return
 
 
-def _judge(task: Settings, folder: Path, place: int, references: dict[str, Record], problem: str) -> Verdict:
+def _judge(task: Settings, folder: Path, place: int, references: dict[str, Record]) -> Verdict:
     plan = task.plan
     assert plan is not None, "tasks are made with plans"
     refusal = folder / f"{place}.refused"
     if refusal.exists():
         return Verdict(plan, None, refusal.read_text(), refused=True)
-    if not (folder / f"{place}.pt").exists():
-        return Verdict(plan, None, problem or "it was stopped before this plan")
+    failure = folder / f"{place}.failed"
+    if failure.exists():
+        return Verdict(plan, None, failure.read_text())
+    if not is_recorded(folder, place):
+        return Verdict(plan, None, "it was stopped before this plan")
     exact, one = (_reference(task, precision, references) for precision in ("fp64", task.train.precision))
     found, allowed = read_record(folder, place), rounding(task, plan)
     buffers, jumps = same_batches(plan), task.train.precision in NARROW and _experts_of(task) > 1

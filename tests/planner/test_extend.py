@@ -44,7 +44,6 @@ def sizes(found: Trace) -> list[tuple[bool, int, str, str, str]]:
 @pytest.mark.parametrize(
     "keys",
     [
-        {},
         {"shard": 2, "micro_batch": 2},
         {"shard": 2, "zero": 2, "tensor": 2},
         {"shard": 2, "recompute": "full"},

@@ -37,10 +37,8 @@ PAIRS: list[dict[str, Any]] = [
     {"replicate": 2, "micro_batch": 2},
     {"shard": 2, "zero": 3},
     {"shard": 2, "zero": 2, "micro_batch": 2},
-    {"shard": 2, "zero": 1, "micro_batch": 2},
     {"tensor": 2},
     {"context": 2},
-    {"context": 2, "context_by": "all_to_all"},
     {"pipeline": 2, "micro_batch": 2},
 ]
 FOURS: list[dict[str, Any]] = [{"shard": 2, "replicate": 2}, {"tensor": 2, "shard": 2, "recompute": "full"}]
