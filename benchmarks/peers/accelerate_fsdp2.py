@@ -7,14 +7,15 @@ from accelerate.utils import TorchDynamoPlugin  # pyrefly: ignore[missing-import
 from torch import Tensor
 
 from benchmarks.peers import hugging_face
-from benchmarks.peers.measure import RECOMPUTE, MicroBatch, adamw, measure, read_arguments, recomputes
+from benchmarks.peers.known import PEERS
+from benchmarks.peers.measure import MicroBatch, adamw, measure, read_arguments, recomputes
 
 STATE_BYTES = 16  # a parameter: fp32 master, gradient and two moments, all cut
 
 
 def main() -> None:
     """Build, prepare, measure."""
-    peer = read_arguments({"recompute": RECOMPUTE})
+    peer = read_arguments(PEERS["accelerate"].options)
     again = recomputes(peer, STATE_BYTES * peer.setting.parameters / peer.size)
     accelerator = Accelerator(
         mixed_precision="bf16",

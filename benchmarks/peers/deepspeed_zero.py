@@ -11,8 +11,8 @@ import deepspeed  # pyrefly: ignore[missing-import]
 from torch import Tensor
 
 from benchmarks.peers import hugging_face
+from benchmarks.peers.known import PEERS
 from benchmarks.peers.measure import (
-    RECOMPUTE,
     MicroBatch,
     Peer,
     adamw,
@@ -34,7 +34,7 @@ LIVE = 2_000_000_000
 
 def main() -> None:
     """Build, initialize, measure."""
-    peer = read_arguments({"stage": ("auto", "1", "2", "3"), "recompute": RECOMPUTE})
+    peer = read_arguments(PEERS["deepspeed"].options)
     deepspeed.init_distributed(dist_backend="nccl" if peer.on_gpu else "gloo")
     stage = stage_of(peer)
     again = recomputes(peer, state_bytes(peer, stage), EAGER_KEEPS)

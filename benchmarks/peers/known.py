@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+RECOMPUTE = ("auto", "none", "full")
 EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -17,6 +18,8 @@ class Known(NamedTuple):
     env: dict[str, str] = {}  # noqa: RUF012 - never changed
     """variables that the peer's own documentation or launcher sets"""
     needs_gpu: bool = False
+    options: dict[str, tuple[str, ...]] = {}  # noqa: RUF012 - never changed
+    """what can be said behind its name, the first value where it is not"""
 
 
 PEERS = {
@@ -27,6 +30,7 @@ PEERS = {
         "torchtitan's Llama, FSDP2, compiled, its own optimizer and loss",
         ("torchtitan", "torchdata", "datasets", "tyro"),
         EXPANDABLE,
+        options={"recompute": ("auto", "none", "selective", "full"), "float8": ("false", "true")},
     ),
     "accelerate": Known(
         "benchmarks.peers.accelerate_fsdp2",
@@ -34,12 +38,14 @@ PEERS = {
         ("transformers", "accelerate"),
         EXPANDABLE,
         needs_gpu=True,  # Accelerate refuses FSDP on a CPU
+        options={"recompute": RECOMPUTE},
     ),
     "deepspeed": Known(
         "benchmarks.peers.deepspeed_zero",
         "DeepSpeed ZeRO, large buckets",
         ("transformers", "deepspeed"),
         {**EXPANDABLE, "DS_SKIP_CUDA_CHECK": "1"},
+        options={"stage": ("auto", "1", "2", "3"), "recompute": RECOMPUTE},
     ),
     "megatron": Known(
         "benchmarks.peers.megatron_core",
@@ -50,5 +56,6 @@ PEERS = {
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         },  # so that its collectives overlap as they are launched
         needs_gpu=True,
+        options={"tensor": ("auto", "1", "2", "4", "8"), "recompute": RECOMPUTE},
     ),
 }

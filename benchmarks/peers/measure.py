@@ -26,7 +26,6 @@ Train = Callable[[list[MicroBatch]], Tensor]
 """One optimizer step over this rank's micro-batches, to its mean loss"""
 Options = Mapping[str, tuple[str, ...]]
 """A peer's options and their values, the default first"""
-RECOMPUTE = ("auto", "none", "full")
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "megatron-core", "torchtitan", "torchao")
 
 

@@ -30,9 +30,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig  # pyrefly: ignore[missing-import]
 from torch import Tensor, nn
 
+from benchmarks.peers.known import PEERS
 from benchmarks.peers.mapping import megatron_part
 from benchmarks.peers.measure import (
-    RECOMPUTE,
     MicroBatch,
     Peer,
     Place,
@@ -48,7 +48,6 @@ from benchmarks.peers.weights import fill
 WHOLE_BYTES = 6
 CUT_BYTES = 12
 EAGER_KEEPS = 1.0
-OPTIONS = {"tensor": ("auto", "1", "2", "4", "8"), "recompute": RECOMPUTE}
 
 
 class TorchAttention(DotProductAttention):
@@ -72,7 +71,7 @@ class TorchNorm(nn.RMSNorm):
 
 def main() -> None:
     """Build, wrap, measure."""
-    peer = read_arguments(OPTIONS)
+    peer = read_arguments(PEERS["megatron"].options)
     join(peer)
     tensor = tensor_of(peer)
     again = recomputes(peer, state_bytes(peer, tensor), EAGER_KEEPS / tensor)

@@ -18,20 +18,19 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs  # pyrefly: igno
 from torchtitan.protocols.model_converter import build_model_converters  # pyrefly: ignore[missing-import]
 from torchtitan.tools.utils import GarbageCollection  # pyrefly: ignore[missing-import]
 
+from benchmarks.peers.known import PEERS
 from benchmarks.peers.mapping import torchtitan_value
 from benchmarks.peers.measure import MicroBatch, Peer, fits, join, measure, read_arguments
 from benchmarks.peers.weights import fill
 
 STATE_BYTES = 16  # a parameter: fp32 master, gradient and two moments, all cut
 COMPILED_KEEPS = 0.6  # of what eager code keeps: 8B at 8192 tokens ran in 71 GiB of an 80 GB GPU
-RECOMPUTE = ("auto", "none", "selective", "full")
-OPTIONS = {"recompute": RECOMPUTE, "float8": ("false", "true")}
 FLOAT8 = "quantize.linear.float8"
 
 
 def main() -> None:
     """Build, parallelize, measure."""
-    peer = read_arguments(OPTIONS)
+    peer = read_arguments(PEERS["torchtitan"].options)
     join(peer)
     config = config_of(peer)
     parallel = ParallelDims(dp_replicate=1, dp_shard=-1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=peer.size)

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,7 +77,7 @@ def read_names(text: str, checkout: Path) -> list[Asked]:
     """Names with options, `torchtitan,deepspeed:stage=3`, as peers.
 
     Raises:
-        ValueError: an unknown name, or an option that is not key=value.
+        ValueError: an unknown name, option or value, or an option that is not key=value.
     """
     peers = load_object(f"{checkout / KNOWN}:PEERS")
     found = []
@@ -89,8 +89,16 @@ def read_names(text: str, checkout: Path) -> list[Asked]:
             raise ValueError(
                 f"--against {word}: {wrong[0]!r} is no option; expected key=value, as in {name}:key=value"
             )
+        _require_known(word, options, peers[name].options)
         found.append(Asked(name, peers[name], tuple(options)))
     return found
+
+
+def _require_known(word: str, options: Sequence[str], known: Mapping[str, Sequence[str]]) -> None:
+    for key, _, value in (option.partition("=") for option in options):
+        if value not in known.get(key, ()):
+            takes = "; ".join(f"{name}={'|'.join(values)}" for name, values in known.items()) or "no options"
+            raise ValueError(f"--against {word}: {key}={value} is not known; it takes {takes}")
 
 
 def require_equal_work(settings: Settings) -> None:

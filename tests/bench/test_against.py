@@ -69,6 +69,8 @@ def test_help_has_an_example() -> None:
     [
         ("torchtitan,nonsense", r"nonsense: no such peer; peers: fsdp2, ddp, torchtitan"),
         ("deepspeed:3", r"'3' is no option; expected key=value"),
+        ("deepspeed:stage=4", r"stage=4 is not known; it takes stage=auto\|1\|2\|3; recompute="),
+        ("fsdp2:stage=3", r"stage=3 is not known; it takes no options"),
     ],
 )
 def test_a_peer_that_is_not_there_is_refused_with_those_that_are(names: str, problem: str) -> None:
