@@ -23,14 +23,14 @@ def check(job: Job, plan: Plan, cluster: Cluster) -> None:
     _check_pipeline(job, plan)
     if job.model.family == "llama":
         dims = resolve(job.model)
-        _check_tied(dims, plan)
         _check_experts(None, plan)
         _check_decoder(dims, {"model.ffn": dims.ffn}, job, plan)
+        _check_tied(dims, plan)
     elif job.model.family == "moe":
         moe = resolve_moe(job.model)
-        _check_tied(moe.base, plan)
         _check_experts(moe, plan)
         _check_decoder(moe.base, {"model.shared_experts x model.expert_ffn": moe.base.ffn}, job, plan)
+        _check_tied(moe.base, plan)
 
 
 def check_model(job: Job) -> None:

@@ -161,3 +161,19 @@ def test_tensor_divides_the_width_of_the_shared_experts_alone() -> None:
     check(job(family="moe", preset="8x7b", expert_ffn=33), Plan(tensor=8), EIGHT)
     text = refusal(job(family="moe", preset="8x7b", expert_ffn=33, shared_experts=2), Plan(tensor=8))
     assert "model.shared_experts x model.expert_ffn = 66" in text
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+def test_tied_ends_are_not_on_one_rank(schedule: str) -> None:
+    plan = Plan.model_validate({"pipeline": 2, "schedule": schedule, "micro_batch": 2})
+    two = Cluster.parse("2 h100")
+    assert "tied head and embedding" in refusal(job(preset="1m", tied=True), plan, two)
+    check(job(preset="1m", tied=False), plan, two)
+
+
+def test_degrees_of_tensor_that_are_suggested_divide_all_that_they_must() -> None:
+    odd = job(dim=96, heads=6, kv_heads=6, layers=2, ffn=256, vocab=512)
+    assert numbers_after(refusal(odd, Plan(tensor=3, shard=1), Cluster.parse("3 h100")), "these do: [") == [
+        1,
+        2,
+    ]

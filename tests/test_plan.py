@@ -163,3 +163,9 @@ def test_the_expert_degree_divides_the_ranks_that_it_re_uses_and_needs_no_others
 def test_every_key_says_what_it_means() -> None:
     for name, field in Plan.model_fields.items():
         assert len(field.description or "") > 10, name
+
+
+def test_what_selective_recompute_keeps_may_be_words_with_commas() -> None:
+    said = Plan.model_validate({"recompute": "selective", "recompute_keep": "attention, communication"})
+    assert said.recompute_keep == ("attention", "communication")
+    assert Plan.model_validate({"recompute": "selective", "recompute_keep": "none"}).recompute_keep == ()

@@ -12,6 +12,7 @@ from shoal.config import ConfigError, Settings, apply_overrides, parse
 from shoal.data.format import read_index
 from shoal.launch import ready
 from shoal.launch.ready import complete_plan, make_ready, vocab_of, which_cluster, workload
+from shoal.layout import Layout
 from shoal.models.llama import Llama
 from shoal.models.presets import num_parameters, resolve
 from shoal.plan import Plan
@@ -210,3 +211,20 @@ def test_a_mistake_is_found_before_data_is_prepared(
     with pytest.raises(ConfigError, match=word.partition("=")[0].rpartition(".")[2]):
         make_ready(settings(word, f"run.cache={tmp_path}", data={"source": "stdlib"}))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_layout_of_ones_own_is_checked_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {
+        "model": {"family": "tests.train.dropout:build"},
+        "data": {"source": "tests.train.dropout:dataset"},
+        "train": {"objective": "tests.train.dropout:loss", "global_batch": 8},
+    }
+    for axis in ("tensor", "context", "pipeline"):
+        with pytest.raises(ConfigError, match=rf"plan\.{axis} = 2, but Net has no layout"):
+            make_ready(settings(f"plan.{axis}=2", "plan.micro_batch=4", **own))
+    monkeypatch.setattr("tests.train.dropout.Net.layout", Layout(region=("layers.*.upp",)), raising=False)
+    with pytest.raises(ConfigError, match=r"no module of Net is named 'layers\.\*\.upp'"):
+        make_ready(settings("plan.tensor=2", **own))
+    monkeypatch.setattr("tests.train.dropout.Net.layout", Layout(), raising=False)
+    with pytest.raises(ConfigError, match="names no attention, or no inputs that have a sequence"):
+        make_ready(settings("plan.context=2", **own))

@@ -102,7 +102,9 @@ def test_a_job_in_bf16_is_compared_in_fp32_too(monkeypatch: pytest.MonkeyPatch) 
     """A mistake that only the sharper comparison shows is the plan's verdict."""
     real, seen = run.compare, []
 
-    def accuse(exact: Record, one: Record, found: Record, allowed: float, *, buffers: bool) -> Comparison:
+    def accuse(
+        exact: Record, one: Record, found: Record, allowed: float, *, buffers: bool, jumps: bool
+    ) -> Comparison:
         seen.append(allowed)
         result = real(exact, one, found, allowed)
         mistake = Difference("loss", 1, 1.0, 0.1) if len(seen) == 2 else None
@@ -126,6 +128,22 @@ def test_a_plan_that_fails_says_why() -> None:
     )
     verdict = verify(settings, [Plan(tensor=2)])[0]
     assert not verdict.same and "no layout" in verdict.problem
+
+
+def test_a_plan_that_fails_is_told_and_the_others_are_judged() -> None:
+    settings = parse(
+        {
+            "model": {"family": "tests.verify.moody:build"},
+            "data": {"source": "tests.train.dropout:dataset"},
+            "train": {"objective": "tests.train.dropout:loss"},
+        },
+        where="test",
+    )
+    before, failed, after = verify(settings, [Plan(replicate=2), Plan(tensor=2), Plan(shard=2)], steps=1)
+    assert "not today" in failed.problem and not failed.refused and failed.comparison is None
+    assert "logs, statuses" not in failed.problem  # they are gone with the folder
+    for verdict in (before, after):
+        assert verdict.comparison is not None, verdict.problem
 
 
 @pytest.mark.parametrize("plan", list(every_plan(8, tied=False))[::17], ids=lambda plan: plan.describe())
