@@ -149,7 +149,7 @@ def test_a_plan_that_fails_is_told_and_the_others_are_judged() -> None:
 @pytest.mark.parametrize("plan", list(every_plan(8, tied=False))[::17], ids=lambda plan: plan.describe())
 @pytest.mark.parametrize("preset", ["2m", "8b"])
 def test_the_small_copy_is_one_that_can_be_run(plan: Plan, preset: str) -> None:
-    said = load(JOB, [f"model.preset={preset}"])
+    said = load(JOB, [f"model.preset={preset}", "model.tied=false"])
     settings, small = shrink(said, plan)
     check(settings.job, small, Cluster.parse("8 cpu"))
     before, after = (resolve(one.model, one.data.vocab) for one in (said, settings))
