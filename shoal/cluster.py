@@ -29,9 +29,12 @@ class Device(BaseModel):
     link_bytes_s: float | None = Field(
         None, description="bandwidth to a device of the same node, bytes/s, one way"
     )
+    network_bytes_s: float | None = Field(
+        None, description="bandwidth to another node for each device, bytes/s, one way"
+    )
 
 
-def _gpu(kind: str, gib: float, tflops: float, tb_s: float, link_gb_s: float) -> Device:
+def _gpu(kind: str, gib: float, tflops: float, tb_s: float, link_gb_s: float, network_gbit_s: float) -> Device:
     return Device(
         kind=kind,
         type="cuda",
@@ -39,21 +42,23 @@ def _gpu(kind: str, gib: float, tflops: float, tb_s: float, link_gb_s: float) ->
         flops=tflops * 1e12,
         bandwidth_bytes_s=tb_s * 1e12,
         link_bytes_s=link_gb_s * 1e9,
+        network_bytes_s=network_gbit_s / 8 * 1e9,
     )
 
 
 DEVICES: dict[str, Device] = {
     device.kind: device
     for device in (
-        # vendors' datasheets: memory GiB, dense bf16 TFLOP/s, TB/s, GB/s one way to a neighbour
-        _gpu("a100", 80, 312, 2.04, 300),
-        _gpu("a100-40", 40, 312, 1.56, 300),
-        _gpu("h100", 80, 989, 3.35, 450),
-        _gpu("h200", 141, 989, 4.8, 450),
-        _gpu("b200", 180, 2250, 8.0, 900),
-        _gpu("l40s", 48, 362, 0.86, 32),
-        _gpu("rtx4090", 24, 165, 1.01, 32),
-        _gpu("mi300x", 192, 1307, 5.3, 64),
+        # vendors' datasheets: memory GiB, dense bf16 TFLOP/s, TB/s, GB/s one way to a neighbour; Gbit/s of network a device, as in
+        # the vendors' own nodes of 8 (workstation cards: as usual)
+        _gpu("a100", 80, 312, 2.04, 300, 200),
+        _gpu("a100-40", 40, 312, 1.56, 300, 200),
+        _gpu("h100", 80, 989, 3.35, 450, 400),
+        _gpu("h200", 141, 989, 4.8, 450, 400),
+        _gpu("b200", 180, 2250, 8.0, 900, 400),
+        _gpu("l40s", 48, 362, 0.86, 32, 100),
+        _gpu("rtx4090", 24, 165, 1.01, 32, 25),
+        _gpu("mi300x", 192, 1307, 5.3, 64, 400),
         Device(kind="cpu", type="cpu"),
     )
 }

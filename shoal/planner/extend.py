@@ -21,6 +21,7 @@ from shoal.parallel.initialise import build_on_meta
 from shoal.parallel.units import Unit, find_units
 from shoal.plan import Plan
 from shoal.planner.fake_device import outside
+from shoal.planner.launch import Launch
 from shoal.planner.simulate import Work, simulate
 from shoal.planner.tape import Moment, Storage, Trace
 
@@ -142,7 +143,8 @@ class _Extension:
         self._runs = self._cut()
         self._homes = self._find_homes()
         self._new = Trace()
-        self._ids: dict[Home | int, int] = {}
+        self._ids: dict[Home, int] = {}
+        self._launched: dict[Home, Launch] = {}
 
     def made(self) -> Trace:
         """The longer trace."""
@@ -204,12 +206,12 @@ class _Extension:
             seen[unit, moment.step, kind] += 1
         return runs
 
-    def _find_homes(self) -> dict[int, Home]:
-        homes: dict[int, Home] = {}
+    def _find_homes(self) -> dict[int | Launch, Home]:
+        homes: dict[int | Launch, Home] = {}
         for run in self._runs:
             for place, index in enumerate(run.events):
                 event = self._trace.events[index]
-                if event >= 0:
+                if isinstance(event, Launch) or event >= 0:
                     homes[event] = Home(run.unit, run.step, run.kind, run.occurrence, place)
         return homes
 
@@ -217,9 +219,12 @@ class _Extension:
         """A run's events as those of a block of the longer model."""
         for index in run.events:
             event, moment = self._trace.events[index], self._trace.moments[index]
+            moment = self._names.renamed(moment, self._moved(self._names.at(moment.unit), run.unit, unit))
+            if isinstance(event, Launch):
+                self._launch(event, run.unit, unit, moment)
+                continue
             number = event if event >= 0 else ~event
             home = self._home(number, run.unit, unit)
-            moment = self._names.renamed(moment, self._moved(self._names.at(moment.unit), run.unit, unit))
             if event >= 0:
                 self._ids[home] = len(self._new.storages)
                 self._new.storages.append(self._copy(self._trace.storages[number], run.unit, unit, moment))
@@ -232,9 +237,22 @@ class _Extension:
                 self._new.events.append(~found)
             self._new.moments.append(moment)
 
-    def _home(self, number: int, old: int, new: int) -> Home:
-        """The home in the longer model of a storage that an event of block `old`, now `new`, is about."""
-        home = self._homes[number]
+    def _launch(self, launch: Launch, old: int, new: int, moment: Moment) -> None:
+        """A launch of block `old`, now `new`, which waits for what its neighbours launched as it did before."""
+        on = None
+        if launch.on is not None:
+            on = self._launched.get(self._home(launch.on, old, new))
+            if on is None:
+                raise NotPeriodicError
+        name = self._names.renamed_parameter(launch.name, lambda unit: self._moved(unit, old, new))
+        made = replace(launch, moment=moment, name=name, on=on)
+        self._launched[self._home(launch, old, new)] = made
+        self._new.events.append(made)
+        self._new.moments.append(moment)
+
+    def _home(self, about: int | Launch, old: int, new: int) -> Home:
+        """The home in the longer model of what an event of block `old`, now `new`, is about."""
+        home = self._homes[about]
         return home._replace(unit=self._moved(home.unit, old, new))
 
     def _moved(self, other: int, old: int, new: int) -> int:
@@ -269,8 +287,10 @@ class _Names:
     def unit_of(self, index: int) -> int:
         """The block of an event: in which it happens, or whose parameter it is about, or which made what it frees."""
         event = self._trace.events[index]
-        number = event if event >= 0 else ~event
         unit = self.at(self._trace.moments[index].unit)
+        if isinstance(event, Launch):
+            return unit if unit != NONE else self._owner(event.name)
+        number = event if event >= 0 else ~event
         if unit == NONE:
             unit = self._owner(self._trace.storages[number].name)
         if event >= 0:

@@ -17,8 +17,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-import torch.distributed.distributed_c10d as distributed
 import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
 import torch.distributed.pipelining.schedules as schedules
 import torch.distributed.pipelining.stage as stages
@@ -30,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shoal.planner.streams import FakeEvent, FakeStream, Streams
+from shoal.planner.streams import FakeStream, Streams
 
 CUDA = 1  # c10::DeviceType
 GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
@@ -68,7 +66,6 @@ def fake_device(device: FakeDevice) -> Iterator[Streams]:
         undo.enter_context(torch.autograd.set_multithreading_enabled(False))
         for change in (_data, _modules, _meshes, _sharding, _chunks, _pipelining):
             change(undo)
-        _sends(undo, lets_go=device.type == "cuda")
         if device.type == "cuda":
             _require_no_gpu()
             for change in (_guard, _hooks, _foreach, _pinned):
@@ -198,7 +195,7 @@ def _cuda_module(undo: ExitStack, streams: Streams, device: FakeDevice) -> None:
     )
     changes: dict[str, Any] = {
         "Stream": streams.make,
-        "Event": FakeEvent,
+        "Event": streams.event,
         "stream": on,
         "current_stream": lambda *_: streams.current,
         "default_stream": lambda *_: streams.default,
@@ -317,51 +314,6 @@ class _Chunks(Sequence[Tensor]):
 def _chunks(undo: ExitStack) -> None:
     """`fully_shard` makes all ranks' parts of each parameter to keep one: a minute for an 8B model over 1,024 ranks."""
     replace(undo, fsdp_param, "_chunk_with_empty", _Chunks)
-
-
-class _Sending:
-    """A work that holds what it sends and receives."""
-
-    def __init__(self, work: Any, held: Tensor | list[Tensor], lets_go: bool) -> None:
-        self._work, self._held, self._lets_go = work, held, lets_go
-
-    def wait(self, *args: Any) -> Any:
-        if self._lets_go:
-            self.__dict__.pop("_held", None)
-        return self._work.wait(*args)
-
-    def is_completed(self) -> bool:
-        return True
-
-
-def _sends(undo: ExitStack, *, lets_go: bool) -> None:
-    """What is sent from one rank to another is held until it is waited for: schedules of a pipeline do that at a step's end.
-
-    Works of the fake group hold nothing. NCCL's let go when they are waited for, Gloo's when they are not there any more.
-    """
-
-    def holding(operation: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(operation)
-        def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            work = operation(tensor, *args, **kwargs)
-            return None if work is None else _Sending(work, tensor, lets_go)
-
-        return run
-
-    for name in ("isend", "irecv"):
-        value = holding(getattr(distributed, name))
-        for owner in (distributed, dist):
-            replace(undo, owner, name, value)
-    together = dist.batch_isend_irecv
-
-    def batch(operations: list[dist.P2POp]) -> list[Any]:
-        held = [operation.tensor for operation in operations]
-        return [
-            work if isinstance(work, _Sending) else _Sending(work, held, lets_go)
-            for work in together(operations)
-        ]
-
-    replace(undo, dist, "batch_isend_irecv", batch)
 
 
 def _attention(undo: ExitStack, capability: tuple[int, int]) -> None:

@@ -100,8 +100,9 @@ def memory_of(trace: Trace, plan: Plan, device: str, *, expandable: bool = False
     held = _Held(trace, device, expandable)
     phases: Counter[str] = Counter()
     most, at = 0, 0
-    for index, moment in enumerate(trace.moments):
-        held.apply(index)
+    for index, event in trace.memory():
+        moment = trace.moments[index]
+        held.apply(event)
         if held.allocated > phases[moment.phase]:
             phases[moment.phase] = held.allocated
         if held.allocated > most:
@@ -130,8 +131,7 @@ class _Held:
     def reserved(self) -> int:
         return self._allocator.reserved if self._allocator else self._most
 
-    def apply(self, index: int) -> None:
-        event = self._trace.events[index]
+    def apply(self, event: int) -> None:
         number = event if event >= 0 else ~event
         storage = self._trace.storages[number]
         if storage.device != self._device:
@@ -152,8 +152,10 @@ class _Held:
 
 def _peak_at(trace: Trace, sizes: list[int], at: int) -> Peak:
     live: set[int] = set()
-    for event in trace.events[: at + 1]:
+    last = 0
+    for _, event in trace.memory(at + 1):
         live.add(event) if event >= 0 else live.discard(~event)
+        last = event
     by_category: Counter[Category] = Counter()
     for number in live:
         by_category[category_of(trace.storages[number])] += sizes[number]
@@ -163,7 +165,7 @@ def _peak_at(trace: Trace, sizes: list[int], at: int) -> Peak:
         trace.moments[at],
         {category: by_category[category] for category in Category if by_category[category]},
         [_tensor(trace.storages[number]) for number in largest if sizes[number]],
-        _tensor(trace.storages[trace.events[at]]),
+        _tensor(trace.storages[last]),
     )
 
 
@@ -180,7 +182,7 @@ def _tensor(storage: Storage) -> Tensor:
 
 def _host_peak(trace: Trace) -> int:
     held = most = 0
-    for event in trace.events:
+    for _, event in trace.memory():
         storage = trace.storages[event if event >= 0 else ~event]
         if storage.device == "cpu":
             held += storage.nbytes if event >= 0 else -storage.nbytes

@@ -83,6 +83,12 @@ class Profile(BaseModel):
         description='by "kind/ranks of one node", such as "all_gather/4"; bytes of the whole tensor (for all_to_all and '
         "send: of what one rank sends), seconds. Kinds: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, send"
     )
+    hot: float = Field(
+        1.0,
+        ge=1,
+        description="by how much products take longer on a device that has computed for seconds than as measured here: 1.0 where "
+        "they were measured on a hot one",
+    )
     host_copies: Curve = Field((), description="from pinned host memory to the device: bytes, seconds")
     host: Host
     beside: Beside = Beside()

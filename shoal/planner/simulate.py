@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -35,7 +34,8 @@ from shoal.planner.buckets import SimulatedCopies
 from shoal.planner.compiled import simulate_compile
 from shoal.planner.fake_device import FakeDevice, fake_device, outside, replace
 from shoal.planner.stages import Boundary, shapes_between_stages
-from shoal.planner.tape import Tape, Trace
+from shoal.planner.tape import SimulatedMode, Tape, Trace
+from shoal.planner.works import simulate_works
 from shoal.train.objective import Objective, output_of
 from shoal.train.step import Step, to_device
 from shoal.world import World
@@ -89,7 +89,7 @@ def simulated_world(
             shapes_between_stages(undo, boundary)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         undo.callback(dist.destroy_process_group)
-        mode = FakeTensorMode()
+        mode = SimulatedMode()
         tape = Tape(mode, streams, capability if device.type == "cuda" else None)
         here = torch.device(device.type, 0) if device.type == "cuda" else torch.device("cpu")
         world = SimulatedWorld(
@@ -106,6 +106,7 @@ def simulated_world(
         undo.enter_context(mode)
         undo.enter_context(tape)
         tape.see_sizes(undo)
+        simulate_works(undo, tape, lets_go=device.type == "cuda")
         simulate_compile(undo, tape)
         undo.callback(world._meshes.clear)
         undo.enter_context(_no_garbage())

@@ -1,4 +1,5 @@
-"""`Tape`: every allocation and release of memory of a simulated step, in the order in which they happen.
+"""`Tape`: every allocation and release of memory of a simulated step, and everything that it launches, in the order in which they
+happen.
 
 Nothing here knows of parallelism: sharding, recompute and the optimizer run their own code on fake tensors, and the tape sees the
 storages that come and go. A storage is followed by a weak reference, so that it ends when its last tensor does.
@@ -8,20 +9,21 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._guards import active_fake_mode
+from torch._guards import TracingContext, active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from shoal.planner.fake_device import replace
+from shoal.planner.launch import NAMESPACES, Cost, Kind, Launch, cost_of, on_lists, parts_of, travel_of
 from shoal.planner.streams import Streams
 from shoal.planner.workspace import MATMULS, blas_workspace_bytes, scratch_bytes
 
@@ -74,10 +76,41 @@ class Trace:
     """What a tape recorded."""
 
     storages: list[Storage] = field(default_factory=list)
-    events: list[int] = field(default_factory=list)
+    events: list[int | Launch] = field(default_factory=list)
     """n: storage n is allocated; ~n: it is released"""
     moments: list[Moment] = field(default_factory=list)
     """of each event"""
+
+    def memory(self, until: int | None = None) -> Iterator[tuple[int, int]]:
+        """Events of memory among the first `until`, each with its index."""
+        for index, event in enumerate(self.events[:until]):
+            if isinstance(event, int):
+                yield index, event
+
+    def launches(self) -> Iterator[Launch]:
+        """The others."""
+        return (event for event in self.events if isinstance(event, Launch))
+
+
+class SimulatedMode(FakeTensorMode):
+    """The mode of a simulated world's tensors. A tape that is paused sees through it what runs between compiled graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tape: Tape | None = None
+        self._inside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run = super().__torch_dispatch__
+        if self.tape is None or self._inside or not self.tape.between_graphs:
+            return run(func, types, args, kwargs)
+        self._inside = True  # operators of which this one is made are not seen
+        try:
+            return self.tape.sees(
+                func, types, args, kwargs or {}, lambda func, args, kwargs: run(func, types, args, kwargs)
+            )
+        finally:
+            self._inside = False
 
 
 class Tape(TorchDispatchMode):
@@ -88,10 +121,11 @@ class Tape(TorchDispatchMode):
         capability: of the GPU that is simulated; None for a CPU.
     """
 
-    def __init__(self, mode: FakeTensorMode, streams: Streams, capability: tuple[int, int] | None) -> None:
+    def __init__(self, mode: SimulatedMode, streams: Streams, capability: tuple[int, int] | None) -> None:
         super().__init__()
         self.trace = Trace()
         self._mode, self._streams, self._capability = mode, streams, capability
+        mode.tape = self
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._held: dict[int, list[Tensor]] = {}
         self._handles: set[tuple[bool, int]] = set()
@@ -101,6 +135,10 @@ class Tape(TorchDispatchMode):
         ] = []  # (number of the first operation, unit), for backward to look up
         self._unit = ""
         self._fresh: int | None = None
+        self._flying: dict[int, Launch] = {}
+        """functional collectives by the memory of their results"""
+        self._compiled, self._made_by, self._paused = False, "", 0
+        streams.on_record, streams.on_wait = self._record, self._stream_waits
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -134,15 +172,31 @@ class Tape(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Operators are not recorded; tensors are still fake, and storages still end."""
-        with _disable_current_modes(), self._mode:
-            yield
+        """This mode is off, as Dynamo wants it; tensors are still fake, and storages still end.
+
+        Operators are recorded that run between compiled graphs: see `SimulatedMode`.
+        """
+        self._paused += 1
+        try:
+            with _disable_current_modes(), self._mode:
+                yield
+        finally:
+            self._paused -= 1
+
+    @property
+    def between_graphs(self) -> bool:
+        """Whether code runs now that a compiled function leaves to Python."""
+        return self._paused > 0 and not self._compiled and TracingContext.try_get() is None
 
     @contextmanager
-    def resumed(self) -> Generator[None]:
-        """Inside of `paused`: operators are recorded again."""
-        with self:
-            yield
+    def resumed(self, made_by: str = "") -> Generator[None]:
+        """Inside of `paused`: operators are recorded again, or memory alone, as made by another operator."""
+        before, self._made_by = self._made_by, made_by
+        try:
+            with self:
+                yield
+        finally:
+            self._made_by = before
 
     # what storages are for
 
@@ -157,24 +211,114 @@ class Tape(TorchDispatchMode):
         found = self._live.get(_plain(tensor).untyped_storage()._cdata)
         return None if found is None else found[0]
 
+    # what is launched
+
+    def add(self, launch: Launch) -> Launch:
+        """Something is launched, or waited for."""
+        self.trace.events.append(launch)
+        self.trace.moments.append(launch.moment)
+        return launch
+
+    def wait(self, on: Launch | None) -> None:
+        """The current stream goes on when something has ended."""
+        self._stream_waits(self._streams.current.stream_id, on)
+
+    def _record(self, stream: int) -> Launch:
+        return self.add(Launch("record", stream, "", self.now()))
+
+    def _stream_waits(self, stream: int | None, on: Launch | None) -> None:
+        if on is not None:
+            kind = "sync" if stream is None else "wait"
+            self.add(Launch(kind, stream or 0, "", self.now(), on=on))
+
+    @contextmanager
+    def compiled(self, operator: str) -> Generator[None]:
+        """Compiled code is called, and launches what comes."""
+        self.add(Launch("call", self._streams.current.stream_id, operator, self.now()))
+        before, self._compiled = self._compiled, True
+        try:
+            yield
+        finally:
+            self._compiled = before
+
+    def does(self, cost: Cost, operator: str, name: str = "", *, follows: bool = False) -> None:
+        """A kernel is launched."""
+        launch = Launch(cost.kind, self._streams.current.stream_id, operator, self.now(), name)
+        launch.nbytes, launch.flops, launch.dtype, launch.dims = (
+            cost.nbytes,
+            cost.flops,
+            cost.dtype,
+            cost.dims,
+        )
+        launch.compiled, launch.follows = self._compiled, follows
+        self.add(launch)
+
+    def _launches(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        if func.namespace in NAMESPACES:
+            self._travels(func, args, kwargs, outputs)
+        elif on_lists(func, args):
+            for place, (first, cost) in enumerate(parts_of(func, args, outputs)):
+                self.does(cost, str(func), self._name(first), follows=place > 0)
+        else:
+            cost = cost_of(func, args, kwargs, outputs)
+            if cost is not None:
+                self.does(cost, str(func))
+
+    def _travels(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        travel = travel_of(func, args, kwargs, outputs)
+        if travel is None:
+            return
+        current, ranks = self._streams.current.stream_id, travel.ranks
+        kind: Kind = "collective"
+        stream: int | str = f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
+        if travel.operator == "send" or travel.operator == "receive":
+            kind, stream = travel.operator, f"{travel.operator} {ranks[0]}"
+        if travel.waits:
+            stream = current
+        else:
+            self.add(Launch("wait", stream, "", self.now(), on=self._record(current)))
+        launch = self.add(
+            Launch(kind, stream, travel.operator, self.now(), nbytes=travel.nbytes, ranks=ranks)
+        )
+        if func.namespace != "c10d":
+            for tensor in outputs:
+                self._flying[_plain(tensor).untyped_storage()._cdata] = launch
+
+    def runs(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """An operator runs that is not called: what it does is known from the tensors that it is given and gives."""
+        outputs = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        self._launches(func, args, kwargs, outputs)
+        if self._capability is not None:
+            self._workspaces(func, args)
+
+    def _name(self, tensor: Tensor) -> str:
+        number = self._number(tensor)
+        return "" if number is None else self.trace.storages[number].name
+
     # memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.sees(func, types, args, kwargs or {}, lambda func, args, kwargs: func(*args, **kwargs))
+
+    def sees(self, func: Any, types: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
+        """Let an operator run, and record what it does."""
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         if DTensor in types:
             return NotImplemented
         if func is torch.ops._c10d_functional.wait_tensor.default:
-            self._held.pop(_plain(args[0]).untyped_storage()._cdata, None)
+            key = _plain(args[0]).untyped_storage()._cdata
+            self._held.pop(key, None)
+            if key in self._flying:
+                self.wait(self._flying.pop(key))
             return args[0]  # as in fact; the fake operator gives a new tensor
-        kwargs = kwargs or {}
         if kwargs.get("pin_memory"):  # which fake tensors cannot be
             kwargs = {**kwargs, "pin_memory": False}
         if func in IN_PLACE and id(args[0]) == self._fresh:
             func = IN_PLACE[func]
-        out = func(*args, **kwargs)
+        out = run(func, args, kwargs)
         self._fresh = id(out) if func in ZEROS and torch._C._current_graph_task_id() != -1 else None
-        if func.namespace not in ("prim", "profiler") and active_fake_mode() is self._mode:
+        if func.namespace not in ("prim", "profiler") and (self._paused or active_fake_mode() is self._mode):
             self._see(func, args, kwargs, out)
         return out
 
@@ -185,11 +329,14 @@ class Tape(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._live and tensor.device.type != "meta":
                 now = now or self.now()
-                self._follow(storage, tensor, str(func), now)
-        if func.namespace in ("c10d", "_c10d_functional", "_dtensor", "fsdp"):
+                self._follow(storage, tensor, self._made_by or str(func), now)
+        if self._made_by:
+            return
+        if func.namespace in (*NAMESPACES, "fsdp"):
             self._communicates(func, args, kwargs, outputs)
         elif self._capability is not None:
             self._workspaces(func, args)
+        self._launches(func, args, kwargs, outputs)
 
     def _follow(self, storage: Any, tensor: Tensor, operator: str, now: Moment) -> None:
         size = storage.nbytes()

@@ -1,0 +1,111 @@
+"""Works of a simulated world: what a collective or a message gives to wait for. The fake group's works hold nothing and are done at
+once; these hold tensors as real ones do, and let it be known when they are waited for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as distributed
+from torch import Tensor
+
+from shoal.planner.fake_device import replace
+from shoal.planner.launch import Launch
+from shoal.planner.tape import Tape
+
+COLLECTIVES = (
+    "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single",
+    "all_to_all_single", "broadcast", "all_gather", "reduce_scatter", "all_to_all",
+)  # fmt: skip
+"""of torch.distributed, those that this torch has: 2.13 gave two of them new names"""
+
+
+class SimulatedWork:
+    """A work that holds what it sends and receives until it is waited for, or (Gloo) until it is not there any more."""
+
+    def __init__(
+        self,
+        work: Any,
+        held: Tensor | list[Tensor] | None,
+        tape: Tape,
+        launches: list[Launch],
+        *,
+        lets_go: bool,
+    ) -> None:
+        self._work, self._held, self._lets_go = work, held, lets_go
+        self._tape, self._launches = tape, launches
+
+    def wait(self, *args: Any) -> Any:
+        if self._lets_go:
+            self._held = None
+        for launch in self._launches:
+            self._tape.wait(launch)
+        return self._work.wait(*args)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def simulate_works(undo: ExitStack, tape: Tape, *, lets_go: bool) -> None:
+    """Until `undo` is closed, torch's collectives and messages give such works.
+
+    What is sent from one rank to another is held until it is waited for, which schedules of a pipeline do at a step's end: NCCL's
+    works let go then, Gloo's when they are not there any more.
+
+    Args:
+        lets_go: as NCCL's works.
+    """
+    for name in ("isend", "irecv"):
+        _replace_both(undo, name, _message(getattr(distributed, name), tape, lets_go=lets_go))
+    for name in (name for name in COLLECTIVES if hasattr(distributed, name)):
+        _replace_both(undo, name, _collective(getattr(distributed, name), tape))
+    together = dist.batch_isend_irecv
+
+    def batch(operations: list[dist.P2POp]) -> list[Any]:
+        held = [operation.tensor for operation in operations]
+        seen = len(tape.trace.events)
+        works = together(operations)
+        sent = _since(tape, seen)
+        return [
+            work
+            if isinstance(work, SimulatedWork)
+            else SimulatedWork(work, held, tape, sent, lets_go=lets_go)
+            for work in works
+        ]
+
+    replace(undo, dist, "batch_isend_irecv", batch)
+
+
+def _replace_both(undo: ExitStack, name: str, value: Any) -> None:
+    for owner in (distributed, dist):
+        replace(undo, owner, name, value)
+
+
+def _since(tape: Tape, seen: int) -> list[Launch]:
+    return [event for event in tape.trace.events[seen:] if isinstance(event, Launch)]
+
+
+def _message(operation: Callable[..., Any], tape: Tape, *, lets_go: bool) -> Callable[..., Any]:
+    @functools.wraps(operation)
+    def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen = len(tape.trace.events)
+        work = operation(tensor, *args, **kwargs)
+        return (
+            None if work is None else SimulatedWork(work, tensor, tape, _since(tape, seen), lets_go=lets_go)
+        )
+
+    return run
+
+
+def _collective(operation: Callable[..., Any], tape: Tape) -> Callable[..., Any]:
+    @functools.wraps(operation)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        seen = len(tape.trace.events)
+        work = operation(*args, **kwargs)
+        return None if work is None else SimulatedWork(work, None, tape, _since(tape, seen), lets_go=True)
+
+    return run
