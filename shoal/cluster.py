@@ -34,7 +34,9 @@ class Device(BaseModel):
     )
 
 
-def _gpu(kind: str, gib: float, tflops: float, tb_s: float, link_gb_s: float, network_gbit_s: float) -> Device:
+def _gpu(
+    kind: str, gib: float, tflops: float, tb_s: float, link_gb_s: float, network_gbit_s: float
+) -> Device:
     return Device(
         kind=kind,
         type="cuda",
@@ -49,8 +51,8 @@ def _gpu(kind: str, gib: float, tflops: float, tb_s: float, link_gb_s: float, ne
 DEVICES: dict[str, Device] = {
     device.kind: device
     for device in (
-        # vendors' datasheets: memory GiB, dense bf16 TFLOP/s, TB/s, GB/s one way to a neighbour; Gbit/s of network a device, as in
-        # the vendors' own nodes of 8 (workstation cards: as usual)
+        # vendors' datasheets: memory GiB, dense bf16 TFLOP/s, TB/s, GB/s one way to a neighbour, Gbit/s to other nodes (as in the
+        # vendors' own nodes of 8; workstation cards: as usual)
         _gpu("a100", 80, 312, 2.04, 300, 200),
         _gpu("a100-40", 40, 312, 1.56, 300, 200),
         _gpu("h100", 80, 989, 3.35, 450, 400),

@@ -12,7 +12,11 @@ from shoal.planner.profile import Attention, Curve, Host, Profile, interpolate, 
 
 T = TypeVar("T")
 SHORTEST_S = 2.5e-6  # a kernel of a GPU
-TILE_M, TILE_N, MULTIPROCESSORS = 128, 256, 132  # of a large matrix product's work on an H100, and about so elsewhere
+TILE_M, TILE_N, MULTIPROCESSORS = (
+    128,
+    256,
+    132,
+)  # of a large matrix product's work on an H100, and about so elsewhere
 REACHED = 0.75  # of a device's peak, by the largest products
 LATENCY_S = 5e-6  # of a hop between nodes
 HALF_SIZE = 256  # inner dim at which a product reaches half of its rate
@@ -54,7 +58,9 @@ class Costs:
         if self.own and not several:
             return Sureness(0.10, 0.15, f"kernels measured on {self.profile.name}")
         if self.own:
-            return Sureness(0.15, 0.30, f"kernels measured on {self.profile.name}, links between nodes by their datasheet")
+            return Sureness(
+                0.15, 0.30, f"kernels measured on {self.profile.name}, links between nodes by their datasheet"
+            )
         return Sureness(0.25, 0.35, f"scaled from {self.profile.name} by datasheets")
 
     def seconds(self, launch: Launch) -> float:
@@ -73,7 +79,9 @@ class Costs:
         seconds = interpolate(self.profile.moves, nbytes / self._wider)
         largest = self.profile.moves[-1]
         rate = largest[1] / largest[0] / self._wider
-        return nbytes * rate if follows else max(min(seconds, SHORTEST_S + nbytes * rate * 1.5), nbytes * rate)
+        return (
+            nbytes * rate if follows else max(min(seconds, SHORTEST_S + nbytes * rate * 1.5), nbytes * rate)
+        )
 
     def _matmul(self, launch: Launch) -> float:
         factor = ELEMENT.get(launch.dtype, 1.0)
@@ -90,7 +98,11 @@ class Costs:
             [(_distance((dims.m * dims.batch, dims.n, dims.k), (one.m, one.n, one.k)), one) for one in known],
             lambda one: one.seconds / self._ideal(Dims(one.m, one.n, one.k)),
         )
-        return max(ideal * near * factor * self.profile.hot / self._faster, self._move(launch.nbytes, follows=True), SHORTEST_S)
+        return max(
+            ideal * near * factor * self.profile.hot / self._faster,
+            self._move(launch.nbytes, follows=True),
+            SHORTEST_S,
+        )
 
     def _ideal(self, dims: Dims) -> float:
         """Of a product in which only whole tiles, spread over multiprocessors in waves, and a short inner dim cost."""
@@ -102,7 +114,11 @@ class Costs:
     def _attention(self, launch: Launch) -> float:
         heads = launch.dims
         if not isinstance(heads, Heads) or not self.profile.attention:
-            return max(launch.flops / (self._peak * 0.6) / self._faster, self._move(launch.nbytes, follows=True), SHORTEST_S)
+            return max(
+                launch.flops / (self._peak * 0.6) / self._faster,
+                self._move(launch.nbytes, follows=True),
+                SHORTEST_S,
+            )
         near = _weighted(
             [
                 (_distance((heads.length, 64 * heads.width), (one.length, 64 * one.width)), one)

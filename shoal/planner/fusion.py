@@ -3,7 +3,7 @@
 - A result of an element-wise operation that only others of its kind and reductions read is computed where it is read.
 - Results of all other operations, what those read, and what a graph gives are written.
 - Memory is freed after its last reader, which may be one that computes a value on the way.
-- Element-wise operations and reductions between two kernels of other kinds are one kernel; sums over columns are one of their own.
+- Element-wise operations and reductions between two kernels of other kinds are one kernel; sums over columns are another one.
 """
 
 from __future__ import annotations
@@ -114,8 +114,10 @@ def _sums_columns(node: Node) -> bool:
     if not is_reduction(node) or len(node.args) < 2 or not isinstance(node.args[1], list | tuple):
         return False
     value = node.all_input_nodes[0].meta.get("val")
-    dims = {dim % value.dim() for dim in node.args[1]} if isinstance(value, Tensor) and value.dim() else set()
-    return bool(dims) and isinstance(value, Tensor) and value.dim() - 1 not in dims
+    if not isinstance(value, Tensor) or not value.dim():
+        return False
+    summed: list[Any] = list(node.args[1])
+    return bool(summed) and value.dim() - 1 not in {dim % value.dim() for dim in summed}
 
 
 def _size(node: Node) -> int:

@@ -1,4 +1,4 @@
-"""`Launch`: what a step gives a device to do: kernels, collectives, and what waits for what. How long each takes is not said here."""
+"""`Launch`: what a step gives a device to do: kernels, collectives, and what waits for what, but not how long each takes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ aten: Any = torch.ops.aten
 Kind = Literal[
     "matmul", "attention", "move", "collective", "send", "receive", "record", "wait", "sync", "call"
 ]
-"""move: a kernel whose time is that of the bytes that it reads and writes; record, wait: of a stream; sync: the host waits for the
-device; call: the host calls compiled code"""
+"""move: a kernel whose time is that of the bytes that it reads and writes; record, wait: of a stream; sync: the host waits;
+call: the host calls compiled code"""
 
 
 class Dims(NamedTuple):
@@ -43,12 +43,6 @@ class Heads(NamedTuple):
     width: int
     causal: bool
     backward: bool
-
-
-class Group(NamedTuple):
-    """Ranks that a collective is among."""
-
-    ranks: tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +94,7 @@ GATHERED_ROWS = {"aten::embedding", "aten::index_select", "aten::gather", "aten:
 def cost_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> Cost | None:
     """What one call of an operator does on its device; None if nothing."""
     name = func._schema.name
-    if name in FREE or func.is_view or not outputs and not func._schema.is_mutable:
+    if name in FREE or func.is_view or (not outputs and not func._schema.is_mutable):
         return None
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     first = next((tensor for tensor in (*outputs, *tensors) if tensor.device.type != "meta"), None)
@@ -281,15 +275,11 @@ def _ranks(values: dict[str, Any]) -> tuple[int, ...]:
     import torch.distributed as dist
     from torch._C._distributed_c10d import ProcessGroup
 
-    group = next(
-        value
-        for name, value in values.items()
-        if name in ("process_group", "group_name", "group", "tag_group")
-    )
+    names = ("process_group", "group_name", "group")
+    group: Any = next(value for name, value in values.items() if name in names)
     if isinstance(group, str):
-        group = dist.distributed_c10d._resolve_process_group(
-            group
-        )  # the functional collectives' own way to find it
+        find: Any = dist.distributed_c10d._resolve_process_group  # the functional collectives' own way
+        group = find(group)
     elif isinstance(group, torch.ScriptObject):
         group = ProcessGroup.unbox(group)
     return tuple(dist.get_process_group_ranks(group))

@@ -1,4 +1,4 @@
-"""What one plan of a job needs: memory of every kind of rank, and whether it fits."""
+"""What one plan of a job needs: memory of every kind of rank, whether it fits, and the time of a step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from shoal.check import check
 from shoal.cluster import Cluster
 from shoal.config import Settings
 from shoal.plan import Plan
+from shoal.planner.cost import costs_of
 from shoal.planner.extend import simulate_extended
 from shoal.planner.memory import Fit, Memory, Verdict, judge, memory_of
-from shoal.planner.work import work_of
+from shoal.planner.profile import Profile
+from shoal.planner.timing import Timing, time_of
+from shoal.planner.work import rates_without_data, work_of
 
 
 class RankMemory(NamedTuple):
@@ -31,6 +34,7 @@ class Prediction(NamedTuple):
     cluster: Cluster
     ranks: list[RankMemory]
     """one for each rank of the pipeline"""
+    timing: Timing
     seconds: float
     """that the simulation took"""
 
@@ -45,11 +49,19 @@ class Prediction(NamedTuple):
         return self.worst.verdict.fit
 
 
-def predict(settings: Settings, plan: Plan, cluster: Cluster, *, expandable: bool = False) -> Prediction:
+def predict(
+    settings: Settings,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    expandable: bool = False,
+    profile: Profile | None = None,
+) -> Prediction:
     """Simulate a step of a job under a plan, for each rank of the pipeline.
 
     Args:
         expandable: with the allocator's expandable segments.
+        profile: of the devices, from `shoal bench device`; left out: one that comes with shoal.
 
     Raises:
         ValueError: the plan does not fit the job or the cluster; the message says what would.
@@ -58,9 +70,13 @@ def predict(settings: Settings, plan: Plan, cluster: Cluster, *, expandable: boo
     check(settings.job, plan, cluster)
     work = work_of(settings)
     each = plan.world_size // plan.pipeline  # the pipeline is the slowest axis
+    traces = {rank: simulate_extended(work, plan, cluster, rank) for rank in range(0, plan.world_size, each)}
     ranks = []
-    for rank in range(0, plan.world_size, each):
-        trace = simulate_extended(work, plan, cluster, rank)
+    for rank, trace in traces.items():
         memory = memory_of(trace, plan, cluster.device.type, expandable=expandable)
         ranks.append(RankMemory(rank, each, memory, judge(memory, plan, cluster)))
-    return Prediction(plan, cluster, ranks, time.perf_counter() - began)
+    count = plan.micro_batches(settings.job.train.global_batch)[0]
+    recorded = len(work.batch(plan, 0, 0).micro_batches)
+    rates = rates_without_data(settings, work, cluster)
+    timing = time_of(traces, costs_of(cluster, profile), rates, (count, recorded))
+    return Prediction(plan, cluster, ranks, timing, time.perf_counter() - began)

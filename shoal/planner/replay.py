@@ -1,8 +1,8 @@
-"""A step's time from the records of its ranks: what they launched is run again, without running anything, against the clocks of the
-host, the device's streams and the links.
+"""A step's time from the records of its ranks: what they launched is gone through again, against clocks of the host, of the
+device's streams and of its links.
 
-The host launches in order; a stream runs in order; collectives share a rank's link one after another; kernels and collectives that
-run at once are slower by what the profile says. A message arrives when both sides have come to it. So overlap, exposed
+The host launches in order; a stream runs in order; collectives share a rank's link one after another; kernels and collectives
+that run at once are slower by what the profile says. A message arrives when both sides have come to it. So overlap, exposed
 communication, bubbles of a pipeline and waiting for the host are results and no settings.
 """
 
@@ -19,7 +19,7 @@ from shoal.planner.tape import Trace
 
 COMPUTING = 0  # the stream on which a model computes
 COUNTED = 1  # the step that counts: in the first, memory is allocated and kernels are chosen
-SHARED = 0.5  # of a kernel's time that it takes from a kernel of another stream: of 87 ms of copies beside an 8B step, 40 were hidden
+SHARED = 0.5  # of its time that a kernel takes from those of another stream: of 87 ms of copies in an 8B step 40 were hidden
 
 
 class Part(StrEnum):
@@ -89,9 +89,13 @@ def replay(traces: dict[int, Trace], costs: Costs) -> StepTime:
             waiting.append(rank)
         idle = 0 if moved else idle + 1
         if waiting and idle > len(waiting):
-            raise StuckError(f"ranks {sorted(each.rank for each in waiting)} wait for messages that nobody sends")
+            raise StuckError(
+                f"ranks {sorted(each.rank for each in waiting)} wait for messages that nobody sends"
+            )
     seconds = max(rank.end for rank in ranks)
-    return StepTime(seconds, [rank.found(seconds) for rank in ranks], max(rank.per_micro_batch() for rank in ranks))
+    return StepTime(
+        seconds, [rank.found(seconds) for rank in ranks], max(rank.per_micro_batch() for rank in ranks)
+    )
 
 
 class _Post:
@@ -190,10 +194,14 @@ class _Rank:
             if launch.stream == COMPUTING:
                 begin = max(self._streams[COMPUTING], min(self._host, at))
                 self._gap(begin)
-                part = Part.BUBBLE if on.kind in ("send", "receive") or self._is_message(on) else Part.EXPOSED
-                self._parts[part] += at - begin
+                self._parts[self._for_others if self._is_message(on) else Part.EXPOSED] += at - begin
             self._streams[launch.stream] = at
         return True
+
+    @property
+    def _for_others(self) -> Part:
+        """What it is to wait for messages: a pipeline's ranks are replayed together, those of a ring are not."""
+        return Part.BUBBLE if len(self.known) > 1 else Part.EXPOSED
 
     def _is_message(self, on: Launch) -> bool:
         return isinstance(on.stream, str) and on.stream.startswith(("send", "receive"))
@@ -216,7 +224,10 @@ class _Rank:
         other = launch.ranks[0]
         begin = max(self._host, self._streams[launch.stream])
         if other not in self.known:
-            self._ended[launch] = begin + self.costs.seconds(launch)
+            seconds = self.costs.seconds(launch)
+            self._ended[launch] = begin + seconds
+            self._communication += seconds
+            self._lanes.communicates(launch, begin, begin + seconds)
             return
         source, target = (self.rank, other) if launch.kind == "send" else (other, self.rank)
         self._messages[launch] = source, target, self.post.hand_in(source, target, launch.kind, begin)
@@ -237,7 +248,9 @@ class _Rank:
 
     def _kernel(self, launch: Launch) -> None:
         seconds = self.costs.seconds(launch)
-        begin = max(self._host, self._streams[launch.stream]) if self._on_gpu else self._streams[launch.stream]
+        begin = (
+            max(self._host, self._streams[launch.stream]) if self._on_gpu else self._streams[launch.stream]
+        )
         if launch.stream == COMPUTING:
             self._gap(begin)
             seconds = self._beside(begin, seconds)
@@ -272,7 +285,7 @@ class _Rank:
         """What came of it; until the slowest rank has ended, this one waits."""
         parts = {part: self._parts[part] for part in Part}
         rest = step_s - sum(parts.values())
-        parts[Part.BUBBLE if len(self.known) > 1 else Part.EXPOSED] += max(0.0, rest)
+        parts[self._for_others] += max(0.0, rest)
         return RankTime(self.rank, parts, self._communication, self._lanes.spans())
 
 
@@ -312,11 +325,15 @@ class _Lanes:
         return [*self._compute, *self._sent]
 
     def per_micro_batch(self) -> float:
-        """Between the forwards of one block in the middle of the step; where forwards follow each other, its own time."""
-        first = next((span for span in self._compute if span.micro_batch is not None), None)
-        if first is None:
-            busy = sum(span.end_s - span.begin_s for span in self._compute if span.phase in ("forward", "backward"))
-            return busy
-        count = self._times[first.name, "forward"]
+        """From the second forward of the first block to the third; with forwards of other stages between them, what is computed
+        for one.
+        """
         work = [span for span in self._compute if span.phase in ("forward", "backward")]
-        return sum(span.end_s - span.begin_s for span in work) / max(1, count)
+        first = next((span for span in work if span.micro_batch is not None), None)
+        if first is None:
+            return sum(span.end_s - span.begin_s for span in work)
+        starts = [span for span in work if (span.name, span.phase) == (first.name, "forward")]
+        backward = next((span for span in work if span.phase == "backward"), None)
+        if len(starts) > 2 and backward is not None and backward.begin_s < starts[1].begin_s:
+            return starts[2].begin_s - starts[1].begin_s
+        return sum(span.end_s - span.begin_s for span in work) / len(starts)

@@ -19,8 +19,8 @@ def _nobody(*_: Any) -> None:
 class Streams:
     """Streams of the simulated device.
 
-    `on_record(stream)` is told when an event is recorded, and gives what stands for it; `on_wait(stream, recorded)` is told when a
-    stream waits for such a one, with a stream of None when the host does.
+    `on_record(stream)` is told when an event is recorded, and gives what stands for it; `on_wait(stream, recorded)` is told when
+    a stream waits for such a one, with a stream of None when the host does.
     """
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shoal.cluster import Cluster
 from shoal.config import Settings
 from shoal.data.batches import open_dataset
 from shoal.data.cut import MicroBatch, StepBatch
@@ -20,6 +21,7 @@ from shoal.parallel.precision import map_tensors
 from shoal.plan import Plan
 from shoal.planner.fake_device import outside
 from shoal.planner.simulate import Work
+from shoal.train.rates import Rates, rates_of
 from shoal.train.setup import choose_objective
 
 ENOUGH = 3  # micro-batches: the first, which makes gradients, one that adds to them, and the last, which sends them
@@ -37,7 +39,7 @@ def work_of(settings: Settings) -> Work:
         ValueError: no such model, dataset or objective; or a dataset of the user's own from which no sample can be taken.
     """
     job = settings.job
-    vocab = _vocab(settings)
+    vocab = vocab_of(settings)
     samples = _text(settings) if vocab is not None else _own(settings)
 
     def batch(plan: Plan, rank: int, step: int) -> StepBatch:
@@ -64,7 +66,21 @@ def _enough(plan: Plan) -> int:
     return 1 << 30 if plan.schedule in ("gpipe", "looped_bfs") else 2 * plan.stages
 
 
-def _vocab(settings: Settings) -> int | None:
+def rates_without_data(settings: Settings, work: Work, cluster: Cluster) -> Rates:
+    """What a job's step is worth on a cluster, for its speed and MFU."""
+    job = settings.job
+    return rates_of(
+        job,
+        work.build,
+        work.objective(False),
+        vocab_of(settings),
+        lambda: work.batch(Plan(micro_batch=1), 0, 0).micro_batches[0].data,
+        cluster.device.flops,
+        cluster.num_devices,
+    )
+
+
+def vocab_of(settings: Settings) -> int | None:
     """The vocabulary of a job's text, prepared or not; None for a dataset of the user's own."""
     data, kind = settings.data, source_kind(settings.data.source)
     if kind is SourceKind.USER:

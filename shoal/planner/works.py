@@ -1,5 +1,5 @@
-"""Works of a simulated world: what a collective or a message gives to wait for. The fake group's works hold nothing and are done at
-once; these hold tensors as real ones do, and let it be known when they are waited for.
+"""Works of a simulated world: what a collective or a message gives to wait for. The fake group's works hold nothing and are done
+at once; these hold tensors as real ones do, and let it be known when they are waited for.
 """
 
 from __future__ import annotations

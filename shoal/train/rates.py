@@ -42,16 +42,41 @@ def rates(
     num_devices: int,
 ) -> Rates:
     """Rates of a job on devices of `device_flops` each."""
-    batch, is_text = job.train.global_batch, datasets.vocab is not None
+    is_text = datasets.vocab is not None
+
+    def sample() -> Any:
+        if not is_text and is_iterable(datasets.train):
+            return None
+        return _one_sample(datasets.train, is_text=is_text)
+
+    return rates_of(job, build, objective, datasets.vocab, sample, device_flops, num_devices)
+
+
+def rates_of(
+    job: Job,
+    build: Callable[[], nn.Module],
+    objective: Objective,
+    vocab: int | None,
+    sample: Callable[[], Any],
+    device_flops: float | None,
+    num_devices: int,
+) -> Rates:
+    """As `rates`, without data.
+
+    Args:
+        vocab: of a job on text; else None.
+        sample: gives a batch of one, or None where there is none.
+    """
+    batch, is_text = job.train.global_batch, vocab is not None
     weight = float(batch * job.data.seq_len if is_text else batch)
     peak = device_flops * num_devices if device_flops else None
     flops = None
     if peak and is_text and job.model.family == "llama":
-        flops = llama_flops_per_token(resolve(job.model, datasets.vocab), job.data.seq_len) * weight
+        flops = llama_flops_per_token(resolve(job.model, vocab), job.data.seq_len) * weight
     elif peak and is_text and job.model.family == "moe":
-        flops = moe_flops_per_token(resolve_moe(job.model, datasets.vocab), job.data.seq_len) * weight
-    elif peak and (is_text or not is_iterable(datasets.train)):
-        counted = counted_flops(build, objective, _one_sample(datasets.train, is_text=is_text))
+        flops = moe_flops_per_token(resolve_moe(job.model, vocab), job.data.seq_len) * weight
+    elif peak and (one := sample()) is not None:
+        counted = counted_flops(build, objective, one)
         flops = counted * batch if counted else None
     return Rates("tokens" if is_text else "samples", weight, flops, peak)
 

@@ -145,10 +145,10 @@ def _peak_after_mark(seen: Any) -> int:
 def simulated_peak(trace: Trace, device: str = "cpu") -> int:
     """The same, of a trace."""
     held = peak = 0
-    for event, moment in zip(trace.events, trace.moments, strict=True):
+    for index, event in trace.memory():
         storage = trace.storages[event if event >= 0 else ~event]
         if storage.device == device:
             held += storage.nbytes if event >= 0 else -storage.nbytes
-            if moment.step >= 1:
+            if trace.moments[index].step >= 1:
                 peak = max(peak, held)
     return peak

@@ -36,8 +36,8 @@ def sizes(found: Trace) -> list[tuple[bool, int, str, str, str]]:
     """What happens, in order: allocated or released, how much, where, for which parameter."""
     return [
         (event >= 0, storage.nbytes, moment.phase, moment.unit, storage.name)
-        for event, moment in zip(found.events, found.moments, strict=True)
-        for storage in [found.storages[event if event >= 0 else ~event]]
+        for index, event in found.memory()
+        for moment, storage in [(found.moments[index], found.storages[event if event >= 0 else ~event])]
     ]
 
 

@@ -36,7 +36,7 @@ def test_categories_add_up_to_what_is_allocated(trace: Trace) -> None:
 def test_gradients_are_told_where_they_are_the_most(trace: Trace) -> None:
     last = [i for i, moment in enumerate(trace.moments) if moment.phase == "backward"][-1]
     live: set[int] = set()
-    for event in trace.events[: last + 1]:
+    for _, event in trace.memory(last + 1):
         live.add(event) if event >= 0 else live.discard(~event)
     gradients = sum(
         trace.storages[number].nbytes
