@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.bench.stopwatch import Call, Stopwatch
 
 OPERATORS = 50
-LAYERS = 16
+LAYERS = 8
 KERNELS_PER_LAYER = 2
 COLLECTIVES = 20
 SAMPLES = 9

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,8 +21,9 @@ from shoal.bench.device import (
     require_file,
     rising,
 )
-from shoal.bench.device_collectives import KINDS, group_of, group_sizes, slow_downs
-from shoal.bench.device_kernels import FLOAT8, copy_s, dtypes_of, product_s
+from shoal.bench.device_collectives import KINDS, group_sizes
+from shoal.bench.device_kernels import FLOAT8, dtypes_of, product_s
+from shoal.bench.device_rank import Bench
 from shoal.bench.device_show import describe_profile
 from shoal.bench.device_sizes import ON_CPU, ON_GPU
 from shoal.bench.stopwatch import LEAST_SAMPLES, Part, Stopwatch, coarse_first, take_turns, visit
@@ -29,10 +31,10 @@ from shoal.cli import app
 from shoal.cluster import Cluster
 from shoal.launch.local import Outcome
 from shoal.planner.profile import Beside, Curve, Profile, read_profile
-from shoal.world import join_world
+from shoal.world import World, join_world
 
 CPU = torch.device("cpu")
-SMALL = ON_CPU._replace(large=64, gathered=2**12)
+SMALL = ON_CPU._replace(copies=[2**12, 2**20], large=64, gathered=2**12)
 
 
 def shoal(*words: str) -> Result:
@@ -58,10 +60,7 @@ def test_the_command_writes_a_profile_of_two_ranks_that_reads_back(tmp_path: Pat
     assert profile == Profile.model_validate_json(result.stdout)
     assert (profile.device, profile.devices) == ("cpu", 2)
     assert torch.__version__ in profile.about
-    took = re.search(r"in (\d+) s on 2 ranks", profile.about)
-    assert (
-        took and int(took[1]) <= 8
-    )  # what is measured in any case, and torch.compile's imports, are beyond the second
+    assert re.search(r"in \d+ s on 2 ranks", profile.about)
     assert {matmul.dtype for matmul in profile.matmuls} == {"float32", "bfloat16"}
     assert {f"{kind}/2" for kind in KINDS} == set(profile.collectives)
     assert min(profile.host.model_dump().values()) > 0
@@ -115,11 +114,32 @@ def test_a_profile_is_told_in_lines_and_a_table() -> None:
     assert re.search(r"\| send/3 +\| +0.173 \| +0.300 \| +3.50 \|", text)
 
 
-def test_computing_and_collectives_never_speed_each_other_up() -> None:
+def test_what_only_gpus_are_asked_for_is_found_as_a_profile_has_it() -> None:
     with join_world(device="cpu") as world:
-        found = slow_downs(watch(), group_of(world, 1), SMALL, 0.1)
-    assert set(found) == {"computing", "collectives"}
-    assert min(found.values()) >= 1.0
+        bench = Bench(world, SMALL, watch())
+        for part in (bench.copies, bench.beside):
+            part(lambda: 0.1)
+    assert [size for size, _ in bench.found["host_copies"]] == SMALL.copies
+    beside = Beside.model_validate(bench.found["beside"])
+    assert min(beside.computing, beside.collectives) >= 1.0, "they never speed each other up"
+
+
+def test_gpus_are_heated_first_and_measured_in_all_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    node = SimpleNamespace(size=4, device=torch.device("cuda", 0))
+    names = [part.name for part in Bench(cast(World, node), ON_GPU, watch()).parts()]
+    assert (names[0], names[-1]) == ("heating", "host")
+    assert {f"{dtype} products" for dtype in ON_GPU.products} < set(names)
+    assert {f"{kind} on {ranks} ranks" for kind in KINDS for ranks in (2, 4)} < set(names)
+    assert names.index("connecting") < names.index("all_gather on 2 ranks")
+    assert {
+        "attention",
+        "element-wise kernels",
+        "copies from the host",
+        "computing beside collectives",
+    } < set(names)
+    alone = SimpleNamespace(size=1, device=node.device)
+    assert not [part for part in Bench(cast(World, alone), ON_GPU, watch()).parts() if "ranks" in part.name]
 
 
 def test_a_time_is_the_median_of_samples() -> None:
@@ -169,10 +189,6 @@ def test_groups_are_powers_of_two_and_all() -> None:
 def test_float8_is_left_to_devices_that_have_it() -> None:
     assert dtypes_of(CPU, list(ON_GPU.products)) == ["bfloat16", "float32"]
     assert product_s(watch(), FLOAT8, 32, 32, 32, 0.0) > 0  # what it would call
-
-
-def test_copies_from_the_host_are_timed() -> None:
-    assert copy_s(watch(), 2**12, 0.0) > 0
 
 
 def test_what_is_measured_on_gpus_is_by_rising_cost() -> None:
