@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from shoal.run import Run, write_whole
 
 TARGET = "shoal.bench.rank:measure"
+DEVICE_TARGET = "shoal.bench.device_rank:measure"
 
 
 class Ask(NamedTuple):
@@ -30,6 +31,16 @@ def write_ask(run: Run, ask: Ask) -> None:
 def read_ask(run: Run) -> Ask:
     """What the launcher asked for."""
     return Ask(*json.loads((run.path / "bench.json").read_text()))
+
+
+def write_seconds(run: Run, seconds: float) -> None:
+    """Leave for the ranks how long they may measure their devices."""
+    write_whole(run.path / "bench.json", json.dumps(seconds))
+
+
+def read_seconds(run: Run) -> float:
+    """How long the launcher lets ranks measure."""
+    return float(json.loads((run.path / "bench.json").read_text()))
 
 
 def write_answer(run: Run, rank: int, answer: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`shoal bench`: what a job's step costs on this machine, and what it is made of."""
+"""`shoal bench`: what a job's step costs on this machine and what it is made of, and what its devices and links take."""
 
 from __future__ import annotations
 
@@ -64,6 +64,44 @@ def step(
     typer.echo(json.dumps(record) if as_json else text)
     failed = [row["name"] for row in record.get("rows", []) if "step_s" not in row]
     raise typer.Exit(1 if failed else 0)
+
+
+@app.command("device")
+def device(
+    out: Path = typer.Option(None, help="File of the profile; left out: runs/bench/<kind of device>.json."),
+    ranks: int = typer.Option(
+        None, min=1, help="Ranks, one a device; left out: all GPUs of this machine, or 2 on a CPU."
+    ),
+    seconds: float = typer.Option(
+        None, min=0.1, help="How long ranks measure, beside their start; left out: 50, on CPUs 8."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print the profile as JSON, for machines."),
+) -> None:
+    """Measure what this machine's devices, host and links take, and write it as a profile.
+
+    Example: shoal bench device --seconds 5
+    """
+    from shoal.bench.device import bench_device, ranks_of, require_file
+    from shoal.bench.device_show import describe_profile
+    from shoal.bench.step import BenchError
+    from shoal.cli.show import fail, stdout_on_stderr
+    from shoal.run import write_whole
+    from shoal.world import detect_cluster
+
+    cluster = detect_cluster()
+    file = (out or Path("runs", "bench", f"{cluster.device.kind}.json")).resolve()
+    try:
+        count = ranks_of(cluster, ranks)
+        require_file(file)
+        with stdout_on_stderr(active=as_json):
+            profile = bench_device(cluster, count, seconds, quiet=True)
+    except ValueError as error:
+        raise fail(str(error)) from error
+    except BenchError as error:
+        raise fail(str(error), code=1) from error
+    text = profile.model_dump_json(indent=1)
+    write_whole(file, text + "\n")
+    typer.echo(text if as_json else f"{describe_profile(profile)}\n\n{file}")
 
 
 def _alone(job: str, words: list[str], ask: Ask, folder: Path) -> tuple[Record, str]:
