@@ -86,7 +86,9 @@ def _replace_both(undo: ExitStack, name: str, value: Any) -> None:
 
 
 def _since(tape: Tape, seen: int) -> list[Launch]:
-    return [event for event in tape.trace.events[seen:] if isinstance(event, Launch)]
+    """What was sent since then."""
+    launches = (event for event in tape.trace.events[seen:] if isinstance(event, Launch))
+    return [launch for launch in launches if launch.kind in ("collective", "send", "receive")]
 
 
 def _message(operation: Callable[..., Any], tape: Tape, *, lets_go: bool) -> Callable[..., Any]:
