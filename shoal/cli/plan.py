@@ -10,6 +10,7 @@ import typer
 if TYPE_CHECKING:
     from shoal.planner.memory import Memory
     from shoal.planner.predict import Prediction, RankMemory
+    from shoal.planner.timing import Timing
 
 
 def plan(
@@ -81,7 +82,24 @@ def _show(prediction: Prediction) -> None:
     console.print(f"verdict  {verdict.fit}{margin}", markup=False)
     for advice in verdict.advice:
         console.print(f"         try {advice}", markup=False)
+    for line in _step_lines(prediction.timing):
+        console.print(line, markup=False)
     console.print(f"         simulated in {prediction.seconds:.1f} s", markup=False)
+
+
+def _step_lines(timing: Timing) -> list[str]:
+    mfu = "" if timing.mfu is None else f", {100 * timing.mfu:.0f} % of peak"
+    slowest = timing.slowest
+    parts = [
+        f"{part.value} {1e3 * seconds:.1f}"
+        for part, seconds in sorted(slowest.parts.items(), key=lambda item: -item[1])
+        if seconds >= 0.001 * timing.seconds
+    ]
+    return [
+        f"step     {1e3 * timing.seconds:.1f} ms ({1e3 * timing.low_s:.1f} to {1e3 * timing.high_s:.1f}), "
+        f"{timing.units_per_s:,.0f} {timing.unit}/s{mfu}; {timing.why}",
+        f"         ms of it: {', '.join(parts)}; communication {1e3 * slowest.communication_s:.1f}, hidden or not",
+    ]
 
 
 def _title(each: RankMemory) -> str:
@@ -111,7 +129,25 @@ def _as_json(prediction: Prediction) -> dict[str, Any]:
         "cluster": prediction.cluster.describe(),
         "fit": prediction.fit.value,
         "seconds": round(prediction.seconds, 3),
+        "step": _step_as_json(prediction.timing),
         "ranks": [_rank_as_json(each) for each in prediction.ranks],
+    }
+
+
+def _step_as_json(timing: Timing) -> dict[str, Any]:
+    slowest = timing.slowest
+    return {
+        "seconds": timing.seconds,
+        "low_s": timing.low_s,
+        "high_s": timing.high_s,
+        "why": timing.why,
+        "unit": timing.unit,
+        "units_per_s": timing.units_per_s,
+        "mfu": timing.mfu,
+        "bound_by": timing.bound_by.value,
+        "parts": {part.value: seconds for part, seconds in slowest.parts.items()},
+        "communication_s": slowest.communication_s,
+        "micro_batches": timing.micro_batches[0],
     }
 
 

@@ -75,6 +75,10 @@ class Costs:
             return self.collective(launch.operator, launch.nbytes, launch.ranks)
         return 0.0
 
+    def moving(self, nbytes: float) -> float:
+        """Of kernels that read and write so many bytes."""
+        return self._move(nbytes)
+
     def _move(self, nbytes: float, *, follows: bool = False) -> float:
         seconds = interpolate(self.profile.moves, nbytes / self._wider)
         largest = self.profile.moves[-1]

@@ -1,0 +1,241 @@
+"""What `shoal plan` says without a GPU, beside what the same plans took on GPUs: memory and step time of every kept run.
+
+    python benchmarks/reality.py [--out FILE] [--only TEXT] [--at-once 2]
+
+Reads the result files of this folder, runs `shoal plan JOB WORDS --on ... --json` for each of their rows of Shoal's own, and
+writes every row, good and bad, with its errors; nothing here is fitted. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomli_w
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.axes import SIZES
+from shoal.run import write_whole
+
+HERE = Path(__file__).resolve().parent
+GIB = 1024**3
+KINDS = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}
+AXES = ("axes_4xh100", "axes_4xh200", "axes_2xh200", "float8_2xh200")
+STEPS = {
+    "against_8b_2xh200": "llama_8b plan.shard=2 train.global_batch=2",
+    "against_433m_2xh200": "llama_433m plan.replicate=2 train.global_batch=2 plan.compile=true",
+}
+"""the words that rows of `shoal bench step` begin with; a row's own follow its name"""
+SMALL = {
+    "z2": "llama_433m plan.shard=2 plan.zero=2 train.global_batch=2",
+    "z2_1b": "llama_1b plan.shard=2 plan.zero=2 train.global_batch=8",
+    "blocks": "llama_433m plan.replicate=2 train.global_batch=2 plan.compile=true",
+}
+ONE_B = {
+    "shoal-replicate": "plan.replicate=4 plan.compile=true",
+    "shoal-zero1": "plan.shard=4 plan.zero=1",
+    "shoal-zero2": "plan.shard=4 plan.zero=2",
+    "shoal-zero3": "plan.shard=4 plan.zero=3",
+}
+
+
+class Real(NamedTuple):
+    """A run on GPUs."""
+
+    file: str
+    name: str
+    job: dict[str, Any] | str
+    """of a job file, its tables or its name in jobs/"""
+    words: list[str]
+    on: str
+    step_s: float
+    allocated_gib: float
+    reserved_gib: float
+
+
+def main() -> int:
+    """Predict every row; 1 if one has no prediction."""
+    options = _options()
+    asked = [real for real in measured() if options.only in f"{real.file} {real.name}"]
+    with ThreadPoolExecutor(options.at_once) as pool:
+        records = []
+        for record in pool.map(predict, asked):
+            records.append(record)
+            print(json.dumps(record), flush=True)
+    kept = {
+        "command": f"python benchmarks/reality.py --at-once {options.at_once}",
+        "torch": torch.__version__,
+        "rows": records,
+        "summary": summary(records),
+    }
+    if options.out:
+        write_whole(options.out, json.dumps(kept, indent=1) + "\n")
+    print(table(records))
+    return int(any("problem" in record for record in records))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--only", default="", help="rows whose file and name have this text")
+    parser.add_argument("--at-once", type=int, default=2)
+    return parser.parse_args()
+
+
+def measured() -> Iterator[Real]:
+    """All rows of Shoal's own with figures."""
+    for file in AXES:
+        kept = _read(file)
+        on = _on(kept["machine"])
+        for row in kept["rows"]:
+            if "allocated_gib" in row:
+                size = {key: value for key, value in SIZES["8b"].items() if key != "moe"}
+                size["model"] = SIZES["8b"]["moe" if row["name"].startswith("moe") else "model"]
+                yield _real(file, row["name"], size, _words(row["plan"]), on, row)
+    for file, first in STEPS.items():
+        for row in _read(file)["rows"]:
+            if row["name"].startswith("shoal"):
+                job, *words = first.split()
+                own = row["name"].split()[1:]
+                yield _real(file, row["name"], job, [*words, *own], _on(row["machine"]), row)
+    for name, row in _read("small_2xh200")["rows"].items():
+        job, *words = SMALL[name].split()
+        yield _real("small_2xh200", name, job, words, _on(row["machine"]), row)
+    kept = _read("step_1b_4xh100")
+    for row in kept["rows"]:
+        if row["name"] in ONE_B:
+            yield _real(
+                "step_1b_4xh100", row["name"], _job_of(kept), ONE_B[row["name"]].split(), "4 h100", row
+            )
+
+
+def _read(file: str) -> dict[str, Any]:
+    return json.loads((HERE / "results" / f"{file}.json").read_text())
+
+
+def _on(machine: dict[str, Any]) -> str:
+    return f"{machine['devices']} {KINDS[machine['device']]}"
+
+
+def _words(text: str) -> list[str]:
+    """Words of a plan, of which lists may have spaces inside."""
+    words: list[str] = []
+    for word in text.split(" "):
+        if "=" in word:
+            words.append(word)
+        else:
+            words[-1] += f" {word}"
+    return words
+
+
+def _job_of(kept: dict[str, Any]) -> dict[str, Any]:
+    """The job that a result file holds, without what is left out."""
+    setting = kept["setting"]
+    job = {
+        table: {key: value for key, value in values.items() if value is not None}
+        for table, values in setting["job"].items()
+        if isinstance(values, dict)
+    }
+    return job | {"plan": {"micro_batch": setting["micro_batch"]}}
+
+
+def _real(
+    file: str, name: str, job: dict[str, Any] | str, words: list[str], on: str, row: dict[str, Any]
+) -> Real:
+    return Real(file, name, job, words, on, row["step_s"], row["allocated_gib"], row["reserved_gib"])
+
+
+def predict(real: Real) -> dict[str, Any]:
+    """A row: what was said and what was measured."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        job = HERE / "jobs" / f"{real.job}.toml"
+        if isinstance(real.job, dict):
+            job = Path(folder) / "job.toml"
+            job.write_text(tomli_w.dumps(real.job))
+        command = ["plan", str(job), *real.words, "--on", real.on, "--expandable", "--json"]
+        done = subprocess.run(
+            [sys.executable, "-m", "shoal", *command],
+            capture_output=True,
+            text=True,
+            cwd=HERE.parent,
+            check=False,
+        )
+    shown = {
+        "file": real.file,
+        "name": real.name,
+        "on": real.on,
+        "words": shlex.join(real.words),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+    if done.returncode not in (0, 1) or not done.stdout.strip():
+        return shown | {"problem": done.stderr.strip()[-400:]}
+    said = json.loads(done.stdout)
+    figures = {
+        "step_s": (said["step"]["seconds"], real.step_s),
+        "allocated_gib": (max(rank["allocated_bytes"] for rank in said["ranks"]) / GIB, real.allocated_gib),
+        "reserved_gib": (max(rank["reserved_bytes"] for rank in said["ranks"]) / GIB, real.reserved_gib),
+    }
+    for key, (predicted, found) in figures.items():
+        shown[key] = {
+            "predicted": round(predicted, 4),
+            "measured": found,
+            "error": round(predicted / found - 1, 4),
+        }
+    return shown | {"parts": said["step"]["parts"]}
+
+
+def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean and worst of the errors without their signs."""
+    found = {}
+    for key in ("step_s", "allocated_gib", "reserved_gib"):
+        errors = [abs(record[key]["error"]) for record in records if key in record]
+        if errors:
+            found[key] = {
+                "rows": len(errors),
+                "mean": round(statistics.mean(errors), 4),
+                "median": round(statistics.median(errors), 4),
+                "worst": round(max(errors), 4),
+            }
+    return found
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """All rows as Markdown."""
+    lines = [
+        "| run | on | allocated GiB, said / measured | reserved GiB | step ms |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for record in records:
+        if "problem" in record:
+            lines.append(
+                f"| {record['name']} | {record['on']} | {record['problem'].splitlines()[-1][:80]} | | |"
+            )
+            continue
+        cells = [
+            f"{record[key]['predicted'] * scale:.{digits}f} / {record[key]['measured'] * scale:.{digits}f} "
+            f"({record[key]['error']:+.1%})"
+            for key, scale, digits in (("allocated_gib", 1, 2), ("reserved_gib", 1, 2), ("step_s", 1000, 1))
+        ]
+        lines.append(f"| {record['name']} | {record['on']} | {' | '.join(cells)} |")
+    for key, each in summary(records).items():
+        lines.append(
+            f"\n{key}: mean {each['mean']:.1%}, median {each['median']:.1%}, worst {each['worst']:.1%}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
