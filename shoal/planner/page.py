@@ -49,14 +49,15 @@ def _table(picture: dict[str, Any]) -> str:
         (names[option["strategy"]], str(option["devices"]), escape(option["reason"])) for option in cannot
     ]
     why = table(("strategy", "devices", "why not"), reasons, "what can't be", "choices") if cannot else ""
-    return table(columns, rows, "choices", "choices") + folded(f"{len(cannot)} that can't be, and why", why)
+    what = table(columns, rows, "choices", "choices") if can else "<p>There is none.</p>"
+    return what + folded(f"{len(cannot)} that can't be, and why", why)
 
 
 def _cells(option: dict[str, Any], timed: bool) -> Iterator[str]:
     yield str(option["devices"])
     sizes = sorted({f"{rank['device_bytes'] / GIB:.1f}" for rank in option["ranks"]}, key=float)
     yield sizes[0] if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-    yield escape(option["fit"])
+    yield escape(option["fit"]) if option["ranks"][0]["margin_bytes"] is not None else "memory not known"
     if timed:
         yield f"{option['step']['seconds']:.3g} s" if option["step"] else ""
     yield f'<code>{escape(option["words"])}</code> <span>--on "{escape(option["cluster"])}"</span>'

@@ -72,9 +72,10 @@ function plot(option, scale, chosen, choose) {
     box.append(make('div', { class: 'tick', style: { bottom: place(tick * GIB) } }, make('span', {}, tick.toFixed(scale.digits))));
   box.append(make('span', { class: 'ranks' }, 'rank'));
   const bars = barsOf(option);
-  const every = Math.ceil(bars.length / 12);
+  const every = Math.ceil(bars.length / MOST_BARS);
+  const label = bar => bars.length > 4 ? String(bar.name).split('–')[0] : bar.name;  // the first rank, where there is no room
   const group = make('div', { class: 'bars', role: 'group', 'aria-label': `memory of ${option.devices} devices` });
-  bars.forEach((bar, index) => group.append(drawBar(bar, { place, outside: scale.outside, pressed: index === chosen, named: index % every === 0,
+  bars.forEach((bar, index) => group.append(drawBar(bar, { place, outside: scale.outside, pressed: index === chosen, label: index % every === 0 ? label(bar) : '',
     choose: () => choose(index) })));
   walk(group, chosen);
   box.append(group);
@@ -93,7 +94,7 @@ function keyOf(option, scale) {
   return said;
 }
 
-function drawBar({ rank, name }, { place, outside, pressed, named, choose }) {
+function drawBar({ rank, name }, { place, outside, pressed, label, choose }) {
   const parts = partsOf(rank), memory = data.device.memory_bytes;
   const said = parts.filter(part => part.bytes > 0).map(part => `${part.key} ${size(part.bytes)}`).join(', ');
   const bar = make('button', { class: 'bar', type: 'button', 'aria-pressed': String(pressed),
@@ -107,7 +108,7 @@ function drawBar({ rank, name }, { place, outside, pressed, named, choose }) {
   }
   if (memory && from > memory)
     bar.append(make('i', { class: 'over', style: { bottom: place(memory), height: place(from - memory) } }));
-  if (named) bar.append(make('b', { style: { bottom: place(from) } }, gib(from)), make('em', {}, name));
+  if (label) bar.append(make('b', { style: { bottom: place(from) } }, gib(from)), make('em', {}, label));
   return bar;
 }
 

@@ -55,7 +55,7 @@ function lanesOf(events, rank, longest) {
 }
 
 function lane(name, events, longest, numbered) {
-  const row = make('div', {});
+  const row = make('div', { class: numbered ? 'numbered' : null });
   for (const event of events) {
     const width = 100 * (event.end_s - event.begin_s) / longest;
     const number = event.micro_batch == null ? '' : ` of micro-batch ${event.micro_batch}`;
