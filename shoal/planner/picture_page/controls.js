@@ -95,7 +95,7 @@ function panel(each, scale, count) {
     state.pinned = isPinned ? null : { strategy: option.strategy, devices: option.devices };
     draw();
     document.querySelector('.pin')?.focus();
-  } }, isPinned ? 'Unpin' : count > 1 ? 'Pin instead' : 'Pin to compare');
+  } }, isPinned ? 'Unpin' : count > 1 ? 'Pin instead' : option === pinned() ? 'Pinned: now choose another' : 'Pin to compare');
   pin.setAttribute('aria-label', `${pin.textContent}: ${name}`);
   const head = make('header', {}, make('h3', {}, name, make('small', {}, ` ${option.cluster}`)), pin);
   const choose = index => {
