@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from shoal.cluster import Cluster
+    from shoal.config import Settings
     from shoal.planner.memory import Memory
     from shoal.planner.predict import Prediction, RankMemory
     from shoal.planner.timing import Timing
@@ -26,35 +30,93 @@ def plan(
     expandable: bool = typer.Option(
         False, "--expandable", help="With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
     ),
+    html: Path = typer.Option(
+        None,
+        "--html",
+        help="Also write a page on which strategies and numbers of devices are compared; takes some minutes for a large model.",
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print as JSON, for machines."),
 ) -> None:
     """Say what memory a plan needs, without the devices: a training step is simulated.
 
-    Exits with 1 if the plan does not fit.
+    Exits with 1 if the plan does not fit. A plan that is left to be chosen, and cannot be, does not keep --html from its page.
 
     Example: shoal plan examples/quickstart.toml model.preset=150m plan.shard=8 train.global_batch=64 --on "8 h100"
     """
     from shoal.cli.show import fail, stdout_on_stderr
-    from shoal.cluster import Cluster
     from shoal.config import load
-    from shoal.launch.ready import complete_plan
     from shoal.planner.memory import Fit
+
+    settings = load(job, overrides or [])
+    if html is not None and (why := _unwritable(html)):
+        raise fail(why)
+    with stdout_on_stderr(active=as_json):
+        cluster, prediction = _predicted(settings, on, expandable, must=html is None)
+    if prediction is not None:
+        typer.echo(json.dumps(_as_json(prediction))) if as_json else _show(prediction)
+    if html is not None:
+        with stdout_on_stderr(active=as_json):
+            _write_page(html, settings, cluster, prediction, expandable)
+        typer.echo(f"page     {html}", err=as_json)
+    raise typer.Exit(1 if prediction is not None and prediction.fit is Fit.NOT else 0)
+
+
+def _predicted(
+    settings: Settings, on: str | None, expandable: bool, *, must: bool
+) -> tuple[Cluster, Prediction | None]:
+    """The cluster, and what the plan that is said or chosen needs there; unless there `must` be one, none may be chosen."""
+    from shoal.cli.show import fail
+    from shoal.cluster import Cluster
+    from shoal.launch.ready import complete_plan
     from shoal.planner.predict import predict
     from shoal.world import detect_cluster
 
-    settings = load(job, overrides or [])
     try:
         said = on or (settings.cluster if settings.cluster != "auto" else None)
         cluster = Cluster.parse(said) if said else detect_cluster()
-        with stdout_on_stderr(active=as_json):
-            prediction = predict(settings, complete_plan(settings, cluster), cluster, expandable=expandable)
     except ValueError as error:
         raise fail(str(error)) from error
-    if as_json:
-        typer.echo(json.dumps(_as_json(prediction)))
-    else:
-        _show(prediction)
-    raise typer.Exit(1 if prediction.fit is Fit.NOT else 0)
+    try:
+        plan = complete_plan(settings, cluster)
+        return cluster, predict(settings, plan, cluster, expandable=expandable)
+    except ValueError as error:
+        if must or (settings.plan is not None and settings.plan.says_degrees):
+            raise fail(str(error)) from error
+        typer.echo(f"shoal: no plan is chosen: {error}", err=True)
+        return cluster, None
+
+
+def _unwritable(path: Path) -> str:
+    """Why a page cannot be written there, as far as can be seen before the simulations; "" if it can."""
+    if path.is_dir():
+        return f"--html {str(path)!r} is a folder; give a file in it, such as {str(path / 'plan.html')!r}"
+    if not path.parent.is_dir():
+        return f"--html {str(path)!r} cannot be written: there is no folder {str(path.parent)!r}"
+    if not os.access(path.parent, os.W_OK):
+        return f"--html {str(path)!r} cannot be written: its folder is not writable"
+    return ""
+
+
+def _write_page(
+    path: Path, settings: Settings, cluster: Cluster, own: Prediction | None, expandable: bool
+) -> None:
+    from shoal.cli.show import count_progress, fail
+    from shoal.launch.ready import workload
+    from shoal.planner.page import page_of
+    from shoal.planner.picture import make_picture
+    from shoal.run import write_whole
+
+    try:
+        with count_progress("simulated") as tell:
+            picture = make_picture(
+                settings, cluster, workload(settings), own=own, expandable=expandable, tell=tell
+            )
+        # half a surrogate pair cannot be written
+        write_whole(path, page_of(picture).encode("utf-8", "replace").decode())
+    except ValueError as error:
+        raise fail(str(error)) from error
+    except OSError as error:
+        raise fail(f"--html {str(path)!r} cannot be written: {error}", code=1) from error
 
 
 def _show(prediction: Prediction) -> None:

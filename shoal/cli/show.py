@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 
@@ -62,3 +63,28 @@ def _lines(shown: bool) -> Callable[[str, int, int | None], None]:
             print(f"data     {stage}", file=sys.stderr)
 
     return tell
+
+
+@contextmanager
+def count_progress(verb: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for things that are done one by one, on stderr; on a log, a line each."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda name, done, total: print(
+            f"{verb} {done} of {total}: {name}", file=sys.stderr, flush=True
+        )
+        return
+    columns = (
+        TextColumn(verb),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console) as bars:
+        task = bars.add_task("", total=None)
+
+        def tell(name: str, done: int, total: int) -> None:
+            bars.update(task, description=escape(name), completed=done, total=total)
+
+        yield tell

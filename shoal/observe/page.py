@@ -114,16 +114,16 @@ for (const chart of document.querySelectorAll('.chart')) {
 """
 
 
-def page(title: str, body: str) -> str:
-    """A whole document around `body`, which is HTML."""
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+def page(title: str, body: str, *, style: str = "", script: str = SCRIPT) -> str:
+    """A whole document around `body`, which is HTML; `style` is added to the common one."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
-        f"<script>{SCRIPT}</script>\n</body>\n</html>\n"
+        f"<title>{escape(title)}</title>\n<style>{STYLE}{style}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
+        f"<script>{script}</script>\n</body>\n</html>\n"
     )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from shoal.cli import app
 from tests.cli.test_commands import JOB, TINY
+from tests.planner.made import made_prediction
 
 
 def plan(*words: str) -> Result:
@@ -57,3 +60,49 @@ def test_a_plan_for_another_number_of_devices_is_refused() -> None:
 def test_a_cluster_that_is_not_understood_is_refused() -> None:
     found = plan("--on", "eight h100")
     assert found.exit_code == 2 and "is not understood" in found.stderr
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made predictions instead of simulations, in this process."""
+    monkeypatch.setattr("shoal.planner.predict.predict", made_prediction)
+    monkeypatch.setattr("shoal.planner.picture.predict", made_prediction)
+    monkeypatch.setattr("shoal.planner.picture.FEW", 1000)
+
+
+@pytest.mark.usefixtures("made")
+def test_html_writes_a_whole_page_tells_the_plan_and_what_is_done(tmp_path: Path) -> None:
+    page = tmp_path / "a page.html"
+    found = plan("plan.shard=4", "--on", "4 h100", "--html", str(page))
+    assert found.exit_code == 0, found.output
+    text = page.read_text()
+    assert text.startswith("<!doctype html>") and text.endswith("</html>\n")
+    assert f"page     {page}\n" in found.stdout and "verdict  fits" in found.stdout
+    done = [line for line in found.stderr.splitlines() if line.startswith("simulated ")]
+    assert done[0].startswith("simulated 1 of ") and len(done) == int(done[-1].split()[1])
+    assert [path.name for path in tmp_path.iterdir()] == [page.name]
+
+
+@pytest.mark.usefixtures("made")
+def test_a_plan_that_does_not_fit_has_its_page_and_exits_with_1_and_json_stays_alone(tmp_path: Path) -> None:
+    found = plan("plan.replicate=4", "--on", "4 h100", "--json", "--html", str(tmp_path / "page.html"))
+    assert found.exit_code == 1, found.output
+    assert json.loads(found.stdout)["fit"] == "does not fit" and (tmp_path / "page.html").exists()
+
+
+@pytest.mark.usefixtures("made")
+def test_a_batch_for_which_no_plan_is_chosen_has_its_page_all_the_same(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    found = plan("--on", "8 h100", "--html", str(page))  # of 4 samples
+    assert found.exit_code == 0, found.output
+    assert "no plan is chosen: train.global_batch = 4" in found.stderr
+    assert "cannot be dealt out evenly to replicate x shard = 8 ranks" in page.read_text()
+    assert plan("--on", "8 h100").exit_code == 2
+
+
+@pytest.mark.parametrize(("where", "why"), [("none/page.html", "there is no folder"), (".", "is a folder")])
+def test_a_path_that_cannot_be_written_is_refused_before_anything_is_simulated(
+    where: str, why: str, tmp_path: Path
+) -> None:
+    found = plan("--on", "4 h100", "--html", str(tmp_path / where))
+    assert found.exit_code == 2 and why in found.stderr and not found.stdout

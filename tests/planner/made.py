@@ -1,0 +1,39 @@
+"""A made prediction, for what does not need a simulation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.cluster import GIB, Cluster
+from shoal.config import Settings, parse
+from shoal.plan import Plan
+from shoal.planner.memory import Category, Memory, Peak, Tensor, judge
+from shoal.planner.predict import Prediction, RankMemory
+from shoal.planner.tape import Moment
+
+
+def made_prediction(
+    settings: Settings,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    gib: float = 120.0,
+    name: str = "blocks.0.w",
+    **_: Any,
+) -> Prediction:
+    """Parameters of `gib`, cut as the plan cuts, and 1 GiB more on the first rank of a pipeline."""
+    ranks = []
+    each = plan.world_size // plan.pipeline
+    for rank in range(0, plan.world_size, each):
+        parameters = int(gib * GIB) // (plan.cut * plan.tensor * plan.pipeline)
+        by = {Category.PARAMETERS: parameters, Category.ACTIVATIONS: GIB + GIB * (rank == 0)}
+        tensor = Tensor(Category.PARAMETERS, parameters, (2, 3), "bfloat16", "aten.mm.default", name)
+        peak = Peak(sum(by.values()), Moment(1, "backward", "blocks.0"), by, [tensor], tensor)
+        memory = Memory(peak, peak.allocated_bytes + GIB, 2 * GIB, 0, {"backward": peak.allocated_bytes})
+        ranks.append(RankMemory(rank, each, memory, judge(memory, plan, cluster)))
+    return Prediction(plan, cluster, ranks, 0.0)
+
+
+def made_settings(**tables: Any) -> Settings:
+    job = {"model": {"preset": "1m"}, "data": {"source": "synthetic", "vocab": 320, "seq_len": 64}}
+    return parse({**job, "train": {"global_batch": 16}, **tables}, where="test")
