@@ -173,7 +173,7 @@ def predict(real: Real) -> dict[str, Any]:
             cwd=HERE.parent,
             check=False,
         )
-    shown = {
+    shown: dict[str, Any] = {
         "file": real.file,
         "name": real.name,
         "on": real.on,

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
 if TYPE_CHECKING:
     from shoal.cluster import Cluster
     from shoal.config import Settings
-    from shoal.planner.memory import Memory
-    from shoal.planner.predict import Prediction, RankMemory
-    from shoal.planner.timing import Timing
+    from shoal.planner.predict import Prediction
+    from shoal.planner.profile import Profile
+
+
+class Ask(NamedTuple):
+    """How predictions are made."""
+
+    expandable: bool
+    profile: Profile | None
 
 
 def plan(
@@ -30,6 +36,16 @@ def plan(
     expandable: bool = typer.Option(
         False, "--expandable", help="With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
     ),
+    search: bool = typer.Option(
+        False, "--search", help="Simulate plans of every kind, and rank those that fit."
+    ),
+    most: int = typer.Option(24, min=1, help="Simulations of a search, at most."),
+    price: float = typer.Option(
+        None, min=0.0, help="Of one device for an hour: a search says what the job's steps cost."
+    ),
+    profile: Path = typer.Option(
+        None, help="Of the devices, as `shoal bench device` wrote it; left out: one that comes with shoal."
+    ),
     html: Path = typer.Option(
         None,
         "--html",
@@ -37,23 +53,34 @@ def plan(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print as JSON, for machines."),
 ) -> None:
-    """Say what memory a plan needs, without the devices: a training step is simulated.
+    """Say what memory a plan needs and how long a step takes, without the devices: a training step is simulated.
 
-    Exits with 1 if the plan does not fit. A plan that is left to be chosen, and cannot be, does not keep --html from its page.
+    Exits with 1 if the plan does not fit, or with --search if none of those that were simulated does. A plan that is left to be
+    chosen, and cannot be, does not keep --html from its page.
 
     Example: shoal plan examples/quickstart.toml model.preset=150m plan.shard=8 train.global_batch=64 --on "8 h100"
     """
     from shoal.cli.show import fail, stdout_on_stderr
     from shoal.config import load
     from shoal.planner.memory import Fit
+    from shoal.planner.profile import read_profile
+    from shoal.planner.show import as_json as to_json
+    from shoal.planner.show import show
 
     settings = load(job, overrides or [])
     if html is not None and (why := _unwritable(html)):
         raise fail(why)
+    try:
+        ask = Ask(expandable, read_profile(profile) if profile is not None else None)
+    except ValueError as error:
+        raise fail(str(error)) from error
+    if search:
+        fits = _search(settings, _cluster(settings, on), ask, most, price, as_json=as_json)
+        raise typer.Exit(0 if fits else 1)
     with stdout_on_stderr(active=as_json):
-        cluster, prediction = _predicted(settings, on, expandable, must=html is None)
+        cluster, prediction = _predicted(settings, on, ask, must=html is None)
     if prediction is not None:
-        typer.echo(json.dumps(_as_json(prediction))) if as_json else _show(prediction)
+        typer.echo(json.dumps(to_json(prediction))) if as_json else show(prediction)
     if html is not None:
         with stdout_on_stderr(active=as_json):
             _write_page(html, settings, cluster, prediction, expandable)
@@ -61,24 +88,54 @@ def plan(
     raise typer.Exit(1 if prediction is not None and prediction.fit is Fit.NOT else 0)
 
 
-def _predicted(
-    settings: Settings, on: str | None, expandable: bool, *, must: bool
-) -> tuple[Cluster, Prediction | None]:
-    """The cluster, and what the plan that is said or chosen needs there; unless there `must` be one, none may be chosen."""
+def _search(
+    settings: Settings, cluster: Cluster, ask: Ask, most: int, price: float | None, *, as_json: bool
+) -> bool:
+    """Whether any plan fits."""
+    from shoal.cli.show import count_progress, fail, stdout_on_stderr
+    from shoal.planner.search import measure_base
+    from shoal.planner.search import search as find
+    from shoal.planner.show import search_as_json, show_search
+
+    try:
+        with stdout_on_stderr(active=as_json), count_progress("simulated") as tell:
+            base = measure_base(settings, cluster, ask.profile)
+            found = find(
+                settings, cluster, base, profile=ask.profile, expandable=ask.expandable, most=most, tell=tell
+            )
+    except ValueError as error:
+        raise fail(str(error)) from error
+    if as_json:
+        typer.echo(json.dumps(search_as_json(found, settings, price)))
+    else:
+        show_search(found, settings, price)
+    return bool(found.ranked)
+
+
+def _cluster(settings: Settings, on: str | None) -> Cluster:
     from shoal.cli.show import fail
     from shoal.cluster import Cluster
-    from shoal.launch.ready import complete_plan
-    from shoal.planner.predict import predict
     from shoal.world import detect_cluster
 
     try:
         said = on or (settings.cluster if settings.cluster != "auto" else None)
-        cluster = Cluster.parse(said) if said else detect_cluster()
+        return Cluster.parse(said) if said else detect_cluster()
     except ValueError as error:
         raise fail(str(error)) from error
+
+
+def _predicted(
+    settings: Settings, on: str | None, ask: Ask, *, must: bool
+) -> tuple[Cluster, Prediction | None]:
+    """The cluster, and what the plan that is said or chosen needs there; unless there `must` be one, none may be chosen."""
+    from shoal.cli.show import fail
+    from shoal.launch.ready import complete_plan
+    from shoal.planner.predict import predict
+
+    cluster = _cluster(settings, on)
     try:
         plan = complete_plan(settings, cluster)
-        return cluster, predict(settings, plan, cluster, expandable=expandable)
+        return cluster, predict(settings, plan, cluster, expandable=ask.expandable, profile=ask.profile)
     except ValueError as error:
         if must or (settings.plan is not None and settings.plan.says_degrees):
             raise fail(str(error)) from error
@@ -117,121 +174,3 @@ def _write_page(
         raise fail(str(error)) from error
     except OSError as error:
         raise fail(f"--html {str(path)!r} cannot be written: {error}", code=1) from error
-
-
-def _show(prediction: Prediction) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{prediction.plan.describe()} on {prediction.cluster.describe()}", markup=False)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("GiB")
-    for each in prediction.ranks:
-        table.add_column(_title(each), justify="right")
-    for name, values in _rows([each.memory for each in prediction.ranks]):
-        table.add_row(name, *(f"{value / 2**30:.2f}" for value in values))
-    console.print(table)
-    worst = prediction.worst
-    peak, verdict = worst.memory.peak, worst.verdict
-    where = peak.moment.phase + (f" of {peak.moment.unit}" if peak.moment.unit else "")
-    shape = "x".join(map(str, peak.last.shape)) or "scalar"
-    console.print(
-        f"peak     in {where}, with {peak.last.dtype} {shape} ({peak.last.nbytes / 2**30:.2f} GiB) of {peak.last.made_by}",
-        markup=False,
-    )
-    margin = "" if verdict.margin_bytes is None else f", {verdict.margin_bytes / 2**30:+.1f} GiB to spare"
-    console.print(f"verdict  {verdict.fit}{margin}", markup=False)
-    for advice in verdict.advice:
-        console.print(f"         try {advice}", markup=False)
-    for line in _step_lines(prediction.timing):
-        console.print(line, markup=False)
-    console.print(f"         simulated in {prediction.seconds:.1f} s", markup=False)
-
-
-def _step_lines(timing: Timing) -> list[str]:
-    mfu = "" if timing.mfu is None else f", {100 * timing.mfu:.0f} % of peak"
-    slowest = timing.slowest
-    parts = [
-        f"{part.value} {1e3 * seconds:.1f}"
-        for part, seconds in sorted(slowest.parts.items(), key=lambda item: -item[1])
-        if seconds >= 0.001 * timing.seconds
-    ]
-    return [
-        f"step     {1e3 * timing.seconds:.1f} ms ({1e3 * timing.low_s:.1f} to {1e3 * timing.high_s:.1f}), "
-        f"{timing.units_per_s:,.0f} {timing.unit}/s{mfu}; {timing.why}",
-        f"         ms of it: {', '.join(parts)}; communication {1e3 * slowest.communication_s:.1f}, hidden or not",
-    ]
-
-
-def _title(each: RankMemory) -> str:
-    last = each.rank + each.stands_for - 1
-    return f"rank {each.rank}" if last == each.rank else f"ranks {each.rank}-{last}"
-
-
-def _rows(memories: list[Memory]) -> list[tuple[str, list[int]]]:
-    from shoal.planner.memory import Category
-
-    parts: list[tuple[str, list[int]]] = [
-        (category.value, [memory.peak.by_category.get(category, 0) for memory in memories])
-        for category in Category
-    ]
-    return [
-        *((name, values) for name, values in parts if any(values)),
-        ("peak allocated", [memory.peak.allocated_bytes for memory in memories]),
-        ("reserved by the allocator", [memory.reserved_bytes for memory in memories]),
-        ("device, with context and NCCL", [memory.device_bytes for memory in memories]),
-        ("host", [memory.host_bytes for memory in memories]),
-    ]
-
-
-def _as_json(prediction: Prediction) -> dict[str, Any]:
-    return {
-        "plan": prediction.plan.model_dump(),
-        "cluster": prediction.cluster.describe(),
-        "fit": prediction.fit.value,
-        "seconds": round(prediction.seconds, 3),
-        "step": _step_as_json(prediction.timing),
-        "ranks": [_rank_as_json(each) for each in prediction.ranks],
-    }
-
-
-def _step_as_json(timing: Timing) -> dict[str, Any]:
-    slowest = timing.slowest
-    return {
-        "seconds": timing.seconds,
-        "low_s": timing.low_s,
-        "high_s": timing.high_s,
-        "why": timing.why,
-        "unit": timing.unit,
-        "units_per_s": timing.units_per_s,
-        "mfu": timing.mfu,
-        "bound_by": timing.bound_by.value,
-        "parts": {part.value: seconds for part, seconds in slowest.parts.items()},
-        "communication_s": slowest.communication_s,
-        "micro_batches": timing.micro_batches[0],
-    }
-
-
-def _rank_as_json(each: RankMemory) -> dict[str, Any]:
-    memory = each.memory
-    peak = memory.peak
-    return {
-        "rank": each.rank,
-        "stands_for": each.stands_for,
-        "allocated_bytes": peak.allocated_bytes,
-        "reserved_bytes": memory.reserved_bytes,
-        "outside_bytes": memory.outside_bytes,
-        "device_bytes": memory.device_bytes,
-        "host_bytes": memory.host_bytes,
-        "peak": {
-            "moment": peak.moment._asdict(),
-            "by_category": {category.value: size for category, size in peak.by_category.items()},
-            "last": peak.last._asdict(),
-            "largest": [tensor._asdict() for tensor in peak.largest],
-        },
-        "phases": memory.phases,
-        "fit": each.verdict.fit.value,
-        "margin_bytes": each.verdict.margin_bytes,
-        "advice": each.verdict.advice,
-    }

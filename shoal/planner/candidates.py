@@ -87,7 +87,11 @@ def _degrees(settings: Settings, cluster: Cluster) -> Iterator[dict[str, Any]]:
     length = settings.data.seq_len
     decoder = family in ("llama", "moe") or family.startswith("hf:")
     tensors = _powers(node) if decoder else [1]
-    contexts = [size for size in _powers(MOST_CONTEXT) if size == 1 or length // size >= LONG // 2] if decoder else [1]
+    contexts = (
+        [size for size in _powers(MOST_CONTEXT) if size == 1 or length // size >= LONG // 2]
+        if decoder
+        else [1]
+    )
     for tensor in tensors:
         for context in contexts:
             for pipeline in _powers(MOST_PIPELINE) if decoder else [1]:
@@ -96,7 +100,9 @@ def _degrees(settings: Settings, cluster: Cluster) -> Iterator[dict[str, Any]]:
                     continue
                 base = {"tensor": tensor, "context": context, "pipeline": pipeline}
                 base = {key: value for key, value in base.items() if value > 1}
-                for spread in _spreads(devices // inner, max(1, node // (tensor * context)), pipeline > 1, context > 1):
+                for spread in _spreads(
+                    devices // inner, max(1, node // (tensor * context)), pipeline > 1, context > 1
+                ):
                     yield base | spread
                     if family == "moe":
                         yield from _experts(base | spread, node)
@@ -158,10 +164,17 @@ def guess(plan: Plan, base: Base, settings: Settings, costs: Costs) -> Guess:
 def _state_bytes(plan: Plan, base: Base, settings: Settings) -> float:
     """Of masters, gradients and two moments in fp32, and the compute type's copies that are there at once: see docs/plan.md."""
     narrow = 2 if settings.train.precision in NARROW else 4
-    held = base.parameters / (plan.tensor * plan.pipeline * plan.expert)  # at least: what is no expert is not cut by expert
+    held = base.parameters / (
+        plan.tensor * plan.pipeline * plan.expert
+    )  # at least: what is no expert is not cut by expert
     zero, cut = plan.zero_stage, plan.cut
     moments = 0 if settings.optimizer.name == "sgd" else 8
-    bytes_of = {0: 8 + moments, 1: (4 + moments) / cut + 4 + narrow, 2: (8 + moments) / cut + narrow, 3: (8 + moments) / cut}
+    bytes_of = {
+        0: 8 + moments,
+        1: (4 + moments) / cut + 4 + narrow,
+        2: (8 + moments) / cut + narrow,
+        3: (8 + moments) / cut,
+    }
     blocks = 2 * narrow * base.block_parameters / (plan.tensor * plan.expert) if zero == 3 else 0
     return held * bytes_of[zero] + blocks
 
@@ -174,8 +187,10 @@ def _step_s(plan: Plan, base: Base, settings: Settings, costs: Costs) -> float:
     work += _tensor_s(plan, base, size, costs)
     bubble = (plan.pipeline - 1) / plan.stages_per_rank * work if plan.pipeline > 1 else 0.0
     computing = count * work + bubble
-    return computing + max(0.0, _sharding_s(plan, base, settings, costs, count) - HIDDEN * computing) + _update_s(
-        plan, base, costs
+    return (
+        computing
+        + max(0.0, _sharding_s(plan, base, settings, costs, count) - HIDDEN * computing)
+        + _update_s(plan, base, costs)
     )
 
 
@@ -214,5 +229,7 @@ def _sharding_s(plan: Plan, base: Base, settings: Settings, costs: Costs, count:
 
 
 def _update_s(plan: Plan, base: Base, costs: Costs) -> float:
-    held = base.parameters / (plan.tensor * plan.pipeline * plan.expert) / (plan.cut if plan.zero_stage else 1)
+    held = (
+        base.parameters / (plan.tensor * plan.pipeline * plan.expert) / (plan.cut if plan.zero_stage else 1)
+    )
     return costs.moving(36 * held)

@@ -180,6 +180,18 @@ def _tensor(storage: Storage) -> Tensor:
     )
 
 
+def most_of(trace: Trace, device: str, category: Category) -> int:
+    """The most bytes that one category has at a time."""
+    held = most = 0
+    of_it = [each.device == device and category_of(each) is category for each in trace.storages]
+    for _, event in trace.memory():
+        number = event if event >= 0 else ~event
+        if of_it[number]:
+            held += trace.storages[number].nbytes if event >= 0 else -trace.storages[number].nbytes
+            most = max(most, held)
+    return most
+
+
 def _host_peak(trace: Trace) -> int:
     held = most = 0
     for _, event in trace.memory():

@@ -5,10 +5,7 @@ Each plan is simulated once, in a process of its own kind: a simulation changes 
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
 from shoal.check import check
@@ -17,12 +14,14 @@ from shoal.config import Settings
 from shoal.plan import Plan
 from shoal.planner.choose import Workload, with_compile
 from shoal.planner.memory import Category, Tensor
-from shoal.planner.predict import Prediction, RankMemory, predict
+from shoal.planner.pool import first_line, predict_all
+from shoal.planner.predict import Prediction, RankMemory
+from shoal.planner.replay import Part
 from shoal.planner.strategies import OWN, clusters_of, in_force, plan_of, strategies_of, words_of
+from shoal.planner.timing import Timing
 
 FORMAT = 1
-FEW = 4  # simulations that take less time than a second process takes to import torch
-PROCESSES = 2  # a simulation of 8B parameters takes about 1 GiB of host memory and one core
+SHORTEST = 0.0005  # of a step: shorter pieces of a timeline are not drawn
 
 Told = Callable[[str, int, int], None]
 """What was simulated last, how many are done, and of how many."""
@@ -99,7 +98,7 @@ def choices_of(settings: Settings, cluster: Cluster, work: Workload, own: Plan |
                 check(settings.job, plan, part)
                 choices.append(Choice(strategy.key, part, plan))
             except ValueError as error:
-                choices.append(Choice(strategy.key, part, None, _first_line(error)))
+                choices.append(Choice(strategy.key, part, None, first_line(error)))
     return choices
 
 
@@ -139,35 +138,12 @@ def _simulated(
     wanted: dict[Key, tuple[Plan, Cluster]], settings: Settings, expandable: bool, tell: Told
 ) -> Iterator[tuple[Key, Prediction | str]]:
     """Predictions, or the reasons why there are none, in the order in which they are made."""
-    total = len(wanted)
-    if total <= FEW or (os.cpu_count() or 1) < PROCESSES:
-        for number, (key, (plan, cluster)) in enumerate(wanted.items()):
-            yield key, predict_or_say(settings, plan, cluster, expandable)
-            tell(f"{plan.describe()} on {cluster.describe()}", number + 1, total)
-        return
-    # spawned: a process with torch's threads cannot be forked
-    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
-        # the largest first, so that none is left alone at the end
-        order = sorted(wanted, key=lambda key: -wanted[key][0].pipeline)
-        futures = {pool.submit(predict_or_say, settings, *wanted[key], expandable): key for key in order}
-        for number, future in enumerate(as_completed(futures)):
-            plan, cluster = wanted[futures[future]]
-            yield futures[future], future.result()
-            tell(f"{plan.describe()} on {cluster.describe()}", number + 1, total)
-
-
-def predict_or_say(settings: Settings, plan: Plan, cluster: Cluster, expandable: bool) -> Prediction | str:
-    """A prediction, or why there is none. One plan that fails, even inside the user's model, does not end the others."""
-    try:
-        return predict(settings, plan, cluster, expandable=expandable)
-    except ValueError as error:
-        return _first_line(error)
-    except Exception as error:
-        return f"its simulation failed: {type(error).__name__}: {_first_line(error)}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    order = sorted(wanted, key=lambda key: -wanted[key][0].pipeline)  # the longest first
+    plans = [wanted[key] for key in order]
+    for number, (index, result) in enumerate(predict_all(plans, settings, expandable=expandable)):
+        plan, cluster = plans[index]
+        yield order[index], result
+        tell(f"{plan.describe()} on {cluster.describe()}", number + 1, len(plans))
 
 
 def _described(settings: Settings, cluster: Cluster, own: Prediction | None) -> dict[str, Any]:
@@ -208,7 +184,43 @@ def option_of(choice: Choice, result: Prediction | str, settings: Settings) -> d
     }
     if isinstance(result, str):
         return option | {"reason": result}
-    return option | {"fit": result.fit.value, "ranks": [_rank_of(each) for each in result.ranks]}
+    return option | {
+        "fit": result.fit.value,
+        "ranks": [_rank_of(each) for each in result.ranks],
+        "step": step_of(result.timing),
+        "timeline": timeline_of(result.timing),
+    }
+
+
+def step_of(timing: Timing) -> dict[str, Any]:
+    """A step's time as plain data, by the parts of the rank that waits least."""
+    slowest = timing.slowest
+    waits = (Part.EXPOSED, Part.BUBBLE, Part.HOST)
+    return {
+        "seconds": timing.seconds,
+        "low_s": timing.low_s,
+        "high_s": timing.high_s,
+        "why": timing.why,
+        "unit": timing.unit,
+        "units_per_s": timing.units_per_s,
+        "mfu": timing.mfu,
+        "bound_by": timing.bound_by.value,
+        "parts": {part.value: seconds for part, seconds in slowest.parts.items() if seconds > 0},
+        "exposed_s": slowest.parts[Part.EXPOSED],
+        "idle_s": sum(slowest.parts[part] for part in waits),
+        "communication_s": slowest.communication_s,
+        "micro_batches": timing.micro_batches[0],
+    }
+
+
+def timeline_of(timing: Timing) -> list[dict[str, Any]]:
+    """What each rank does when, of as many micro-batches as were replayed."""
+    spans = [span for rank in timing.ranks for span in rank.spans]
+    return [
+        span._asdict() | {"phase": "update" if span.phase == "reduce" else span.phase}
+        for span in spans
+        if span.end_s - span.begin_s > SHORTEST * timing.seconds
+    ]
 
 
 def _rank_of(each: RankMemory) -> dict[str, Any]:

@@ -1,31 +1,64 @@
 """`search`: the fastest plan of a job on a cluster that fits, by simulating those that may be it.
 
-All sensible plans are enumerated. Those whose parameters, gradients and optimizer alone do not fit are out. The rest is ordered by
-a guess, and simulated from the top, the best of each kind first, so that there is an answer to "why not copies, or tensor?".
+All sensible plans are enumerated. Those whose parameters, gradients and optimizer alone do not fit are out. The rest is ordered
+by a guess, and simulated from the top, the best of each kind first, so that there is an answer to "why not copies, or tensor?".
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.config import Settings
+from shoal.parallel.initialise import build_on_meta
+from shoal.parallel.units import find_units
 from shoal.plan import Plan
 from shoal.planner.candidates import Base, Guess, candidates, guess
 from shoal.planner.cost import costs_of
-from shoal.planner.memory import CONTEXT_BYTES, Fit
-from shoal.planner.predict import Prediction, predict
+from shoal.planner.extend import simulate_extended
+from shoal.planner.memory import CONTEXT_BYTES, Category, Fit, most_of
+from shoal.planner.pool import predict_all
+from shoal.planner.predict import Prediction
 from shoal.planner.profile import Profile
+from shoal.planner.replay import Part, replay
+from shoal.planner.simulate import boundary_of
+from shoal.planner.work import work_of
 
 MOST = 24  # simulations of a search
 LIKELY = 1.15  # of a device's memory, by a guess: above, a plan is not simulated while others are left
-PROCESSES = max(1, min(8, (os.cpu_count() or 1)))
 Told = Callable[[str, int, int], None]
+
+
+def measure_base(settings: Settings, cluster: Cluster, profile: Profile | None = None) -> Base:
+    """Simulate one sample on one device, whether it fits or not.
+
+    Raises:
+        ValueError: the model cannot be built without storage, or has no blocks; or whatever training would raise.
+    """
+    one = cluster.model_copy(update={"nodes": 1, "devices_per_node": 1})
+    alone = settings.model_copy(update={"train": settings.train.model_copy(update={"global_batch": 1})})
+    work = work_of(alone)
+    model = build_on_meta(work.build)
+    units = find_units(model) if model is not None else []
+    if model is None or not units:
+        raise ValueError(
+            "the model has no repeated blocks, or needs storage to be built: say a plan, such as plan.shard=8"
+        )
+    plan = Plan(micro_batch=1)
+    trace = simulate_extended(work, plan, one)
+    step = replay({0: trace}, costs_of(one, profile)).ranks[0].parts
+    boundary = boundary_of(work, plan, one, 0)
+    return Base(
+        sum(p.numel() for p in model.parameters()),
+        max(sum(p.numel() for p in unit.module.parameters()) for unit in units),
+        len(units),
+        step[Part.MATMUL] + step[Part.ATTENTION] + step[Part.MOVES],
+        most_of(trace, cluster.device.type, Category.ACTIVATIONS),
+        math.prod(boundary.shape) * boundary.dtype.itemsize,
+    )
 
 
 class Rejected(NamedTuple):
@@ -84,7 +117,10 @@ def search(
     order = in_order(fitting, cluster.device.memory_bytes)[:most]
     ranked: list[Prediction] = []
     rejected: list[Rejected] = []
-    for number, (plan, result) in enumerate(_simulated(order, settings, cluster, profile, expandable)):
+    plans = [(each.plan, cluster) for each in order]
+    results = predict_all(plans, settings, expandable=expandable, profile=profile)
+    for number, (index, result) in enumerate(results):
+        plan = plans[index][0]
         if isinstance(result, str):
             rejected.append(Rejected(plan, result))
         elif result.fit is Fit.NOT:
@@ -120,34 +156,3 @@ def in_order(guesses: Sequence[Guess], memory_bytes: int | None) -> list[Guess]:
     first = sorted(best.values(), key=rank)[: max(4, len(best) // 2)]
     chosen = {id(each) for each in first}
     return [*first, *(each for each in ordered if id(each) not in chosen)]
-
-
-def _simulated(
-    order: Sequence[Guess], settings: Settings, cluster: Cluster, profile: Profile | None, expandable: bool
-) -> Iterator[tuple[Plan, Prediction | str]]:
-    """Predictions of plans as they are made, in processes of their own: a simulation changes what torch is."""
-    left = list(order)
-    if PROCESSES == 1 or len(left) <= 2:
-        for each in left:
-            yield each.plan, predicted(settings, each.plan, cluster, profile, expandable)
-        return
-    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
-        running: dict[Future[Prediction | str], Plan] = {}
-        while left or running:
-            while left and len(running) < PROCESSES:
-                each = left.pop(0)
-                running[pool.submit(predicted, settings, each.plan, cluster, profile, expandable)] = each.plan
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                yield running.pop(future), future.result()
-
-
-def predicted(
-    settings: Settings, plan: Plan, cluster: Cluster, profile: Profile | None, expandable: bool
-) -> Prediction | str:
-    """A prediction, or why there is none. One plan that fails, even inside the user's model, does not end the others."""
-    try:
-        return predict(settings, plan, cluster, expandable=expandable, profile=profile)
-    except ValueError as error:
-        return (str(error).strip() or "ValueError").splitlines()[0]
-    except Exception as error:
-        return f"its simulation failed: {type(error).__name__}: {str(error).strip().splitlines()[:1]}"

@@ -143,7 +143,7 @@ def simulate(work: Work, plan: Plan, cluster: Cluster, rank: int = 0, *, steps: 
     Raises:
         ValueError: the plan does not fit the model or the batch: whatever training would raise.
     """
-    boundary = _boundary(work, plan, cluster, rank) if plan.pipeline > 1 else None
+    boundary = boundary_of(work, plan, cluster, rank) if plan.pipeline > 1 else None
     with simulated_world(cluster, rank, plan.world_size, boundary=boundary) as world:
         take_steps(work, plan, world, steps)
         trace = world.tape.trace
@@ -228,7 +228,7 @@ class _ArrivedError(Exception):
     """The first block has an output: nothing more is asked."""
 
 
-def _boundary(work: Work, plan: Plan, cluster: Cluster, rank: int) -> Boundary:
+def boundary_of(work: Work, plan: Plan, cluster: Cluster, rank: int) -> Boundary:
     """What the first block gives under a plan without the pipeline: stages send each other what blocks do."""
     flat = plan.model_copy(
         update={"pipeline": 1, "schedule": "1f1b", "virtual_stages": None, "compile": False}

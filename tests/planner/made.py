@@ -9,7 +9,9 @@ from shoal.config import Settings, parse
 from shoal.plan import Plan
 from shoal.planner.memory import Category, Memory, Peak, Tensor, judge
 from shoal.planner.predict import Prediction, RankMemory
+from shoal.planner.replay import Part, RankTime, Span
 from shoal.planner.tape import Moment
+from shoal.planner.timing import Timing
 
 
 def made_prediction(
@@ -31,7 +33,17 @@ def made_prediction(
         peak = Peak(sum(by.values()), Moment(1, "backward", "blocks.0"), by, [tensor], tensor)
         memory = Memory(peak, peak.allocated_bytes + GIB, 2 * GIB, 0, {"backward": peak.allocated_bytes})
         ranks.append(RankMemory(rank, each, memory, judge(memory, plan, cluster)))
-    return Prediction(plan, cluster, ranks, 0.0)
+    return Prediction(plan, cluster, ranks, made_timing(plan), 0.0)
+
+
+def made_timing(plan: Plan, seconds: float = 0.5) -> Timing:
+    """A step of half a second, a tenth of it exposed communication."""
+    parts = dict.fromkeys(Part, 0.0) | {Part.MATMUL: 0.9 * seconds, Part.EXPOSED: 0.1 * seconds}
+    span = Span(0, "compute", "blocks.0", "forward", 0, 0.0, 0.9 * seconds)
+    ranks = [RankTime(rank, parts, 0.2 * seconds, [span]) for rank in range(plan.pipeline)]
+    return Timing(
+        seconds, 0.9 * seconds, 1.1 * seconds, "made up", "tokens", 1000.0 / seconds, 0.4, ranks, (1, 1)
+    )
 
 
 def made_settings(**tables: Any) -> Settings:

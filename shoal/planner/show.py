@@ -1,0 +1,187 @@
+"""What a prediction or a search came to, for people and for machines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shoal.cluster import GIB
+from shoal.config import Settings
+from shoal.planner.memory import Category, Memory
+from shoal.planner.picture import step_of
+from shoal.planner.predict import Prediction, RankMemory
+from shoal.planner.search import Found
+from shoal.planner.strategies import words_of
+from shoal.planner.timing import Timing
+
+SHOWN = 8  # plans of a search
+HOUR_S = 3600.0
+
+
+def show(prediction: Prediction) -> None:
+    """Print a prediction."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{prediction.plan.describe()} on {prediction.cluster.describe()}", markup=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("GiB")
+    for each in prediction.ranks:
+        table.add_column(_title(each), justify="right")
+    for name, values in _rows([each.memory for each in prediction.ranks]):
+        table.add_row(name, *(f"{value / 2**30:.2f}" for value in values))
+    console.print(table)
+    worst = prediction.worst
+    peak, verdict = worst.memory.peak, worst.verdict
+    where = peak.moment.phase + (f" of {peak.moment.unit}" if peak.moment.unit else "")
+    shape = "x".join(map(str, peak.last.shape)) or "scalar"
+    console.print(
+        f"peak     in {where}, with {peak.last.dtype} {shape} ({peak.last.nbytes / 2**30:.2f} GiB) of {peak.last.made_by}",
+        markup=False,
+    )
+    margin = "" if verdict.margin_bytes is None else f", {verdict.margin_bytes / 2**30:+.1f} GiB to spare"
+    console.print(f"verdict  {verdict.fit}{margin}", markup=False)
+    for advice in verdict.advice:
+        console.print(f"         try {advice}", markup=False)
+    for line in _step_lines(prediction.timing):
+        console.print(line, markup=False)
+    console.print(f"         simulated in {prediction.seconds:.1f} s", markup=False)
+
+
+def _step_lines(timing: Timing) -> list[str]:
+    mfu = "" if timing.mfu is None else f", {100 * timing.mfu:.0f} % of peak"
+    slowest = timing.slowest
+    parts = [
+        f"{part.value} {1e3 * seconds:.1f}"
+        for part, seconds in sorted(slowest.parts.items(), key=lambda item: -item[1])
+        if seconds >= 0.001 * timing.seconds
+    ]
+    return [
+        f"step     {1e3 * timing.seconds:.1f} ms ({1e3 * timing.low_s:.1f} to {1e3 * timing.high_s:.1f}), "
+        f"{timing.units_per_s:,.0f} {timing.unit}/s{mfu}; {timing.why}",
+        f"         ms of it: {', '.join(parts)}; communication {1e3 * slowest.communication_s:.1f}, hidden or not",
+    ]
+
+
+def _title(each: RankMemory) -> str:
+    last = each.rank + each.stands_for - 1
+    return f"rank {each.rank}" if last == each.rank else f"ranks {each.rank}-{last}"
+
+
+def _rows(memories: list[Memory]) -> list[tuple[str, list[int]]]:
+    parts: list[tuple[str, list[int]]] = [
+        (category.value, [memory.peak.by_category.get(category, 0) for memory in memories])
+        for category in Category
+    ]
+    return [
+        *((name, values) for name, values in parts if any(values)),
+        ("peak allocated", [memory.peak.allocated_bytes for memory in memories]),
+        ("reserved by the allocator", [memory.reserved_bytes for memory in memories]),
+        ("device, with context and NCCL", [memory.device_bytes for memory in memories]),
+        ("host", [memory.host_bytes for memory in memories]),
+    ]
+
+
+def as_json(prediction: Prediction) -> dict[str, Any]:
+    """A prediction as plain data."""
+    return {
+        "plan": prediction.plan.model_dump(),
+        "cluster": prediction.cluster.describe(),
+        "fit": prediction.fit.value,
+        "seconds": round(prediction.seconds, 3),
+        "step": step_of(prediction.timing),
+        "ranks": [_rank_as_json(each) for each in prediction.ranks],
+    }
+
+
+def _rank_as_json(each: RankMemory) -> dict[str, Any]:
+    memory = each.memory
+    peak = memory.peak
+    return {
+        "rank": each.rank,
+        "stands_for": each.stands_for,
+        "allocated_bytes": peak.allocated_bytes,
+        "reserved_bytes": memory.reserved_bytes,
+        "outside_bytes": memory.outside_bytes,
+        "device_bytes": memory.device_bytes,
+        "host_bytes": memory.host_bytes,
+        "peak": {
+            "moment": peak.moment._asdict(),
+            "by_category": {category.value: size for category, size in peak.by_category.items()},
+            "last": peak.last._asdict(),
+            "largest": [tensor._asdict() for tensor in peak.largest],
+        },
+        "phases": memory.phases,
+        "fit": each.verdict.fit.value,
+        "margin_bytes": each.verdict.margin_bytes,
+        "advice": each.verdict.advice,
+    }
+
+
+def show_search(found: Found, settings: Settings, price: float | None) -> None:
+    """Print what a search came to, the best plan first."""
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table(box=None, pad_edge=False)
+    heads = ["step ms", f"{_unit(found)}/s", "% of peak", "GiB", "verdict"]
+    heads += ["run costs"] if price is not None else []
+    for name in heads:
+        table.add_column(name, justify="right")
+    table.add_column("plan", no_wrap=True, overflow="ignore")
+    for each in found.ranked[:SHOWN]:
+        table.add_row(*_cells(each, settings, price), each.plan.describe())
+    console.print(table)
+    for rejected in found.rejected[:SHOWN]:
+        console.print(f"not {rejected.plan.describe()}: {rejected.why}", markup=False)
+    console.print(
+        f"{found.considered} plans fit the job's sizes; the states of {found.too_large} do not fit a device; "
+        f"{found.simulated} were simulated, in {found.seconds:.0f} s",
+        markup=False,
+    )
+    if found.ranked:
+        best = found.ranked[0]
+        console.print(f"take     {words_of(best.plan, settings)}", markup=False)
+        console.print(
+            f"         {best.timing.why}; {best.timing.bound_by.value} takes most of the step", markup=False
+        )
+
+
+def _unit(found: Found) -> str:
+    return found.ranked[0].timing.unit if found.ranked else "units"
+
+
+def _cells(each: Prediction, settings: Settings, price: float | None) -> list[str]:
+    timing = each.timing
+    mfu = "" if timing.mfu is None else f"{100 * timing.mfu:.0f}"
+    cells = [
+        f"{1e3 * timing.seconds:.1f}",
+        f"{timing.units_per_s:,.0f}",
+        mfu,
+        f"{each.worst.memory.device_bytes / GIB:.1f}",
+        each.fit.value,
+    ]
+    return [*cells, f"{cost_of(each, settings, price):,.2f}"] if price is not None else cells
+
+
+def cost_of(each: Prediction, settings: Settings, price: float) -> float:
+    """Of all steps of a job.
+
+    Args:
+        price: of one device for an hour.
+    """
+    hours = settings.train.steps * each.timing.seconds / HOUR_S
+    return hours * each.cluster.num_devices * price
+
+
+def search_as_json(found: Found, settings: Settings, price: float | None) -> dict[str, Any]:
+    """A search as plain data."""
+    plans = []
+    for each in found.ranked:
+        shown = as_json(each) | {"words": words_of(each.plan, settings)}
+        plans.append(shown | ({"run_costs": cost_of(each, settings, price)} if price is not None else {}))
+    return {
+        "plans": plans,
+        "rejected": [{"plan": each.plan.model_dump(), "why": each.why} for each in found.rejected],
+        "considered": found.considered,
+        "too_large": found.too_large,
+        "seconds": round(found.seconds, 3),
+    }
