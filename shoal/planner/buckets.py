@@ -38,6 +38,7 @@ class SimulatedCopies(DistributedDataParallel):
         self._waiting: list[int] = []
         self._flat: list[Tensor] = []
         self._arrived: list[nn.Parameter] = []
+        self._flying: list[Any] = []
         self._rebuilt = find_unused_parameters
         _send_from_rank_0(module, process_group)
         first = (FIRST_BYTES, BUCKET_BYTES) if find_unused_parameters else (sys.maxsize,)
@@ -92,7 +93,11 @@ class SimulatedCopies(DistributedDataParallel):
         number = self._bucket_of[parameter]
         self._waiting[number] -= 1
         if self._waiting[number] == 0:
-            dist.all_reduce(self._flat[number], group=self.process_group, async_op=True)
+            self._flying.append(dist.all_reduce(self._flat[number], group=self.process_group, async_op=True))
+        if not any(self._waiting):  # the reducer's end of backward: the update comes after all of them
+            for work in self._flying:
+                work.wait()
+            self._flying = []
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from shoal.plan import Plan
 from shoal.planner.fake_device import outside
 from shoal.planner.launch import Launch
 from shoal.planner.simulate import Work, simulate
-from shoal.planner.tape import Moment, Storage, Trace
+from shoal.planner.trace import Moment, Storage, Trace
 
 KEPT = 6  # blocks: with fewer, prefetching and offload do not come to their rhythm
 FAR = 2  # blocks: what is freed by one further away is not the rhythm's
@@ -289,6 +289,8 @@ class _Names:
         event = self._trace.events[index]
         unit = self.at(self._trace.moments[index].unit)
         if isinstance(event, Launch):
+            if unit == NONE and not event.name and event.made >= 0:
+                return self._owner(self._trace.storages[event.made].name)
             return unit if unit != NONE else self._owner(event.name)
         number = event if event >= 0 else ~event
         if unit == NONE:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 if TYPE_CHECKING:
-    from shoal.planner.tape import Moment
+    from shoal.planner.trace import Moment
 
 aten: Any = torch.ops.aten
 Kind = Literal[
@@ -69,6 +69,8 @@ class Launch:
     """a part of the launch before it, which costs no launch of its own"""
     on: Launch | None = None
     """what is waited for"""
+    made: int = -1
+    """the storage that it fills first, by its number"""
 
 
 class Cost(NamedTuple):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shoal.cluster import GIB, Cluster
 from shoal.plan import AXES, Plan
 from shoal.planner.allocator import CachingAllocator
-from shoal.planner.tape import Moment, Storage, Trace
+from shoal.planner.trace import Moment, Storage, Trace
 
 
 class Category(StrEnum):

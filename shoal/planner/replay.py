@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from shoal.planner.cost import Costs
 from shoal.planner.launch import Launch
-from shoal.planner.tape import Trace
+from shoal.planner.trace import Trace
 
 COMPUTING = 0  # the stream on which a model computes
 COUNTED = 1  # the step that counts: in the first, memory is allocated and kernels are chosen

@@ -34,7 +34,8 @@ from shoal.planner.buckets import SimulatedCopies
 from shoal.planner.compiled import simulate_compile
 from shoal.planner.fake_device import FakeDevice, fake_device, outside, replace
 from shoal.planner.stages import Boundary, shapes_between_stages
-from shoal.planner.tape import SimulatedMode, Tape, Trace
+from shoal.planner.tape import SimulatedMode, Tape
+from shoal.planner.trace import Trace
 from shoal.planner.works import simulate_works
 from shoal.train.objective import Objective, output_of
 from shoal.train.step import Step, to_device

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.planner.fake_device import replace
 from shoal.planner.launch import NAMESPACES, Cost, Kind, Launch, cost_of, on_lists, parts_of, travel_of
 from shoal.planner.streams import Streams
+from shoal.planner.trace import Moment, Storage, Trace
 from shoal.planner.workspace import MATMULS, blas_workspace_bytes, scratch_bytes
 
 aten: Any = torch.ops.aten
@@ -38,58 +38,6 @@ IN_PLACE: dict[Any, Any] = {
 """what gradients of indexing do to a tensor of zeros; while operators are looked at, torch makes a second one"""
 ZEROS = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
 UNSEEN = 2**63  # nodes that accumulate gradients have a number that no operation has
-
-
-@dataclass(slots=True)
-class Storage:
-    """Memory that was allocated once."""
-
-    nbytes: int
-    device: str
-    stream: int
-    operator: str
-    shape: tuple[int, ...]
-    dtype: str
-    began: Moment
-    ended: Moment | None = None
-    kind: str | None = None
-    """what it is for, where that is told: see `shoal.planner.memory`"""
-    name: str = ""
-    """of the parameter that it belongs to"""
-    travels: bool = False
-    """a collective reads or writes it"""
-
-
-class Moment(NamedTuple):
-    """Where a step is."""
-
-    step: int
-    """-1 before the first"""
-    phase: str
-    """"setup", "forward", "backward", "recompute" (in backward), "reduce" or "update" """
-    unit: str
-    """the block whose operations run; "" outside of blocks"""
-
-
-@dataclass
-class Trace:
-    """What a tape recorded."""
-
-    storages: list[Storage] = field(default_factory=list)
-    events: list[int | Launch] = field(default_factory=list)
-    """n: storage n is allocated; ~n: it is released"""
-    moments: list[Moment] = field(default_factory=list)
-    """of each event"""
-
-    def memory(self, until: int | None = None) -> Iterator[tuple[int, int]]:
-        """Events of memory among the first `until`, each with its index."""
-        for index, event in enumerate(self.events[:until]):
-            if isinstance(event, int):
-                yield index, event
-
-    def launches(self) -> Iterator[Launch]:
-        """The others."""
-        return (event for event in self.events if isinstance(event, Launch))
 
 
 class SimulatedMode(FakeTensorMode):
@@ -241,7 +189,9 @@ class Tape(TorchDispatchMode):
         finally:
             self._compiled = before
 
-    def does(self, cost: Cost, operator: str, name: str = "", *, follows: bool = False) -> None:
+    def does(
+        self, cost: Cost, operator: str, name: str = "", *, follows: bool = False, made: int = -1
+    ) -> None:
         """A kernel is launched."""
         launch = Launch(cost.kind, self._streams.current.stream_id, operator, self.now(), name)
         launch.nbytes, launch.flops, launch.dtype, launch.dims = (
@@ -250,7 +200,7 @@ class Tape(TorchDispatchMode):
             cost.dtype,
             cost.dims,
         )
-        launch.compiled, launch.follows = self._compiled, follows
+        launch.compiled, launch.follows, launch.made = self._compiled, follows, made
         self.add(launch)
 
     def _launches(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
@@ -262,7 +212,8 @@ class Tape(TorchDispatchMode):
         else:
             cost = cost_of(func, args, kwargs, outputs)
             if cost is not None:
-                self.does(cost, str(func))
+                made = self._number(outputs[0]) if outputs else None
+                self.does(cost, str(func), made=-1 if made is None else made)
 
     def _travels(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
         travel = travel_of(func, args, kwargs, outputs)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shoal.planner.cost import Costs
 from shoal.planner.replay import Part, RankTime, replay
-from shoal.planner.tape import Trace
+from shoal.planner.trace import Trace
 from shoal.train.rates import Rates
 
 

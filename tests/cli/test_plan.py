@@ -66,8 +66,8 @@ def test_a_cluster_that_is_not_understood_is_refused() -> None:
 def made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made predictions instead of simulations, in this process."""
     monkeypatch.setattr("shoal.planner.predict.predict", made_prediction)
-    monkeypatch.setattr("shoal.planner.picture.predict", made_prediction)
-    monkeypatch.setattr("shoal.planner.picture.FEW", 1000)
+    monkeypatch.setattr("shoal.planner.pool.predict", made_prediction)
+    monkeypatch.setattr("shoal.planner.pool.FEW", 1000)
 
 
 @pytest.mark.usefixtures("made")

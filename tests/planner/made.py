@@ -10,8 +10,8 @@ from shoal.plan import Plan
 from shoal.planner.memory import Category, Memory, Peak, Tensor, judge
 from shoal.planner.predict import Prediction, RankMemory
 from shoal.planner.replay import Part, RankTime, Span
-from shoal.planner.tape import Moment
 from shoal.planner.timing import Timing
+from shoal.planner.trace import Moment
 
 
 def made_prediction(

@@ -23,7 +23,7 @@ from shoal.models.presets import LlamaDims
 from shoal.parallel.apply import parallelize
 from shoal.plan import Plan
 from shoal.planner.simulate import Work
-from shoal.planner.tape import Trace
+from shoal.planner.trace import Trace
 from shoal.train.objective import NextToken
 from shoal.train.optimizer import AdamW
 from shoal.train.step import Step
@@ -103,8 +103,8 @@ def real_peaks(world: World, expected: list[Expected], build: Callable[[], nn.Mo
 
 
 def _let_go_after_waits() -> None:
-    """Wait a little more after each collective: on a busy machine the thread that ran it comes to let go of its tensors later than
-    this one comes to the next allocation, and they would count.
+    """Wait a little more after each collective: on a busy machine the thread that ran it lets go of its tensors later than this
+    one comes to the next allocation, and they would count.
     """
     wait: Any = torch.distributed.Work.wait
 

@@ -17,7 +17,7 @@ from shoal.planner import extend as extend_module
 from shoal.planner.extend import KEPT, NotPeriodicError, extend, simulate_extended
 from shoal.planner.memory import Memory, memory_of
 from shoal.planner.simulate import simulate
-from shoal.planner.tape import Trace
+from shoal.planner.trace import Trace
 from tests.planner.real import DIMS, work
 
 DEEP = 9

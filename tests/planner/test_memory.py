@@ -8,7 +8,7 @@ from shoal.cluster import GIB, Cluster
 from shoal.plan import Plan
 from shoal.planner.memory import Category, Fit, Memory, Peak, category_of, judge, memory_of
 from shoal.planner.simulate import simulate
-from shoal.planner.tape import Moment, Storage, Trace
+from shoal.planner.trace import Moment, Storage, Trace
 from tests.planner.real import DIMS, dense, work
 
 PARAMETERS = sum(p.numel() for p in dense().parameters())

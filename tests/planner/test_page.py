@@ -30,7 +30,8 @@ def made_picture(name: str = "blocks.0.w", *, timed: bool = False) -> dict[str, 
     for strategy in STRATEGIES[1:5]:
         plan = plan_of(strategy, settings, cluster, 1)
         prediction = made_prediction(settings, plan, cluster, name=name)
-        options.append(option_of(Choice(strategy.key, cluster, plan), prediction, settings))
+        option = option_of(Choice(strategy.key, cluster, plan), prediction, settings)
+        options.append(option if timed else option | {"step": None, "timeline": []})
     options.append(option_of(Choice("one", cluster, None), f"8 devices, {name}", settings))
     if timed:
         event = {"rank": 0, "lane": "compute", "name": name, "phase": "forward", "micro_batch": 0}

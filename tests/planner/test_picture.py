@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import shoal.planner.picture as picture
+import shoal.planner.pool as pool
 from shoal.cluster import Cluster
 from shoal.config import Settings
 from shoal.plan import Plan
@@ -32,8 +32,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Plan, Cluster]]:
             raise KeyError("mine")
         return made_prediction(settings, plan, cluster)
 
-    monkeypatch.setattr(picture, "predict", made)
-    monkeypatch.setattr(picture, "FEW", 1000)
+    monkeypatch.setattr(pool, "predict", made)
+    monkeypatch.setattr(pool, "FEW", 1000)
     return asked
 
 
@@ -102,7 +102,7 @@ def test_recompute_that_the_job_asks_for_is_kept_and_not_shown_twice(
 
 
 def test_another_process_simulates_what_this_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picture, "FEW", 0)
+    monkeypatch.setattr(pool, "FEW", 0)
     settings, cluster = made_settings(model={"preset": "1m", "layers": 1}), Cluster.parse("1 cpu")
     option = of(make_picture(settings, cluster, WORK), "one", 1)
     here = predict(settings, Plan(micro_batch=1), cluster)

@@ -1,0 +1,61 @@
+"""`Trace`: the record of a simulated step: memory that came and went, and what was launched, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shoal.planner.launch import Launch
+
+
+@dataclass(slots=True)
+class Storage:
+    """Memory that was allocated once."""
+
+    nbytes: int
+    device: str
+    stream: int
+    operator: str
+    shape: tuple[int, ...]
+    dtype: str
+    began: Moment
+    ended: Moment | None = None
+    kind: str | None = None
+    """what it is for, where that is told: see `shoal.planner.memory`"""
+    name: str = ""
+    """of the parameter that it belongs to"""
+    travels: bool = False
+    """a collective reads or writes it"""
+
+
+class Moment(NamedTuple):
+    """Where a step is."""
+
+    step: int
+    """-1 before the first"""
+    phase: str
+    """"setup", "forward", "backward", "recompute" (in backward), "reduce" or "update" """
+    unit: str
+    """the block whose operations run; "" outside of blocks"""
+
+
+@dataclass
+class Trace:
+    """What a tape recorded."""
+
+    storages: list[Storage] = field(default_factory=list)
+    events: list[int | Launch] = field(default_factory=list)
+    """n: storage n is allocated; ~n: it is released"""
+    moments: list[Moment] = field(default_factory=list)
+    """of each event"""
+
+    def memory(self, until: int | None = None) -> Iterator[tuple[int, int]]:
+        """Events of memory among the first `until`, each with its index."""
+        for index, event in enumerate(self.events[:until]):
+            if isinstance(event, int):
+                yield index, event
+
+    def launches(self) -> Iterator[Launch]:
+        """The others."""
+        return (event for event in self.events if isinstance(event, Launch))
