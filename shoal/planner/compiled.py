@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.planner.fake_device import replace
 from shoal.planner.fusion import Fusion, is_kernel, is_pointwise
-from shoal.planner.launch import NAMESPACES, Cost
+from shoal.planner.launch import NAMESPACES, Cost, cost_of
 from shoal.planner.tape import Tape
 
 Node = torch.fx.Node
@@ -87,8 +87,9 @@ class Program:
     def __init__(self, graph: torch.fx.GraphModule, *, donated: bool) -> None:
         self._graph, self._donated = graph, donated
         self.fusion = Fusion(graph.graph)
-        self._name = next((str(node.name) for node in self.fusion.nodes if node.op == "call_function"), "")
+        self._known = {node for node in self.fusion.written if _is_known(node)}
         self._needed = self._find_needed()
+        self._costs: dict[Node, Cost | None] = {}
 
     def run(self, arguments: list[Any], tape: Tape) -> Any:
         """The graph's outputs; `tape` sees what is written."""
@@ -117,7 +118,7 @@ class Program:
         needed: set[Node] = set()
         for node in reversed(self.fusion.nodes):
             runs = node.op == "call_function" and (
-                node in needed or (node in self.fusion.written and not _is_known(node))
+                node in needed or (node in self.fusion.written and node not in self._known)
             )
             if node.op == "output" or runs:
                 needed.update(source for source in node.all_input_nodes if source not in self.fusion.written)
@@ -131,7 +132,7 @@ class Program:
         if node in self.fusion.kernels:
             kernel = self.fusion.kernels[node]
             tape.does(Cost("move", kernel.nbytes, 0, kernel.dtype, None), ", ".join(kernel.names))
-        if not _is_known(node):
+        if node not in self._known:
             with tape.resumed():
                 values[node] = _apply(node, values)
             return
@@ -141,11 +142,14 @@ class Program:
 
     def _made(self, node: Node, tape: Tape) -> Any:
         """What an operation gives, without running it."""
-        told = node.meta["val"]
-        with tape.resumed(str(node.target)):
-            made = tree_map_only(Tensor, _empty, told)
+        target: Any = node.target
+        made = tree_map_only(Tensor, partial(tape.allocate, operator=str(target)), node.meta["val"])
         if is_kernel(node):
-            tape.runs(node.target, *torch.fx.node.map_arg((node.args, node.kwargs), _meta), made)
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), _meta)
+            if node not in self._costs:
+                outputs = [tensor for tensor in tree_leaves(node.meta["val"]) if isinstance(tensor, Tensor)]
+                self._costs[node] = cost_of(target, args, kwargs, outputs)
+            tape.runs(target, args, self._costs[node])
         return made
 
     def _take_place(self, node: Node, values: dict[Node, Any]) -> None:
@@ -166,10 +170,6 @@ def _apply(node: Node, values: dict[Node, Any]) -> Any:
 
 def _meta(node: Node) -> Any:
     return node.meta["val"]
-
-
-def _empty(like: Tensor) -> Tensor:
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
 def _is_known(node: Node) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from shoal.cluster import DEVICES, Cluster, Device
 from shoal.planner.launch import Dims, Heads, Launch
@@ -47,6 +47,7 @@ class Costs:
         self.profile, self._cluster = profile, cluster
         self.host: Host = profile.host
         self.own = device.kind == profile.device
+        self._products: dict[tuple[Any, ...], float] = {}
         self._faster = _ratio(device.flops, measured.flops)
         self._wider = _ratio(device.bandwidth_bytes_s, measured.bandwidth_bytes_s)
         self._linked = _ratio(device.link_bytes_s, measured.link_bytes_s)
@@ -67,7 +68,10 @@ class Costs:
     def seconds(self, launch: Launch) -> float:
         """Of a launch that nothing else disturbs."""
         if launch.kind == "matmul":
-            return self._matmul(launch)
+            key = launch.dtype, launch.dims, launch.flops
+            if key not in self._products:  # a model has few, many times
+                self._products[key] = self._matmul(launch)
+            return self._products[key]
         if launch.kind == "attention":
             return self._attention(launch)
         if launch.kind == "move":

@@ -92,7 +92,7 @@ def replace(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
     if not hasattr(owner, name):
         raise RuntimeError(
             f"torch {torch.__version__} has no {getattr(owner, '__name__', owner)}.{name}, which simulation changes; use a torch "
-            "that is known to work (docs/plan.md)"
+            "that is known to work (docs/planning.md)"
         )
     own, before = name in vars(owner), getattr(owner, name)
     setattr(owner, name, value)

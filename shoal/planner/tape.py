@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._guards import TracingContext, active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -85,7 +86,7 @@ class Tape(TorchDispatchMode):
         self._fresh: int | None = None
         self._flying: dict[int, Launch] = {}
         """functional collectives by the memory of their results"""
-        self._compiled, self._made_by, self._paused = False, "", 0
+        self._compiled, self._paused = False, 0
         streams.on_record, streams.on_wait = self._record, self._stream_waits
 
     @classmethod
@@ -137,14 +138,10 @@ class Tape(TorchDispatchMode):
         return self._paused > 0 and not self._compiled and TracingContext.try_get() is None
 
     @contextmanager
-    def resumed(self, made_by: str = "") -> Generator[None]:
-        """Inside of `paused`: operators are recorded again, or memory alone, as made by another operator."""
-        before, self._made_by = self._made_by, made_by
-        try:
-            with self:
-                yield
-        finally:
-            self._made_by = before
+    def resumed(self) -> Generator[None]:
+        """Inside of `paused`: operators are recorded again."""
+        with self:
+            yield
 
     # what storages are for
 
@@ -235,12 +232,20 @@ class Tape(TorchDispatchMode):
             for tensor in outputs:
                 self._flying[_plain(tensor).untyped_storage()._cdata] = launch
 
-    def runs(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """An operator runs that is not called: what it does is known from the tensors that it is given and gives."""
-        outputs = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
-        self._launches(func, args, kwargs, outputs)
+    def runs(self, func: Any, args: Any, cost: Cost | None) -> None:
+        """An operator runs that is not called: what it does is known."""
         if self._capability is not None:
             self._workspaces(func, args)
+        if cost is not None:
+            self.does(cost, str(func))
+
+    def allocate(self, like: Tensor, operator: str) -> Tensor:
+        """A tensor as an operator would make it, without calling one."""
+        with no_dispatch():
+            meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+        tensor = FakeTensor(self._mode, meta, like.device)
+        self._follow(tensor.untyped_storage(), tensor, operator, self.now())
+        return tensor
 
     def _name(self, tensor: Tensor) -> str:
         number = self._number(tensor)
@@ -280,9 +285,7 @@ class Tape(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._live and tensor.device.type != "meta":
                 now = now or self.now()
-                self._follow(storage, tensor, self._made_by or str(func), now)
-        if self._made_by:
-            return
+                self._follow(storage, tensor, str(func), now)
         if func.namespace in (*NAMESPACES, "fsdp"):
             self._communicates(func, args, kwargs, outputs)
         elif self._capability is not None:

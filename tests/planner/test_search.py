@@ -47,7 +47,11 @@ def test_the_fastest_plan_that_fits_is_first_and_the_others_have_a_reason() -> N
 def test_no_more_are_simulated_than_asked_for() -> None:
     told: list[tuple[str, int, int]] = []
     found = search(
-        made_settings(), Cluster.parse("8 h100"), BASE, most=5, tell=lambda *each: told.append(each)
+        made_settings(),
+        Cluster.parse("8 h100"),
+        BASE,
+        most=5,
+        tell=lambda text, done, of: told.append((text, done, of)),
     )
     assert found.simulated == 5 and [(done, of) for _, done, of in told] == [(n, 5) for n in range(1, 6)]
 
