@@ -40,13 +40,15 @@ class Costs:
 
     Args:
         profile: of the cluster's kind of device; of another one, rates are scaled by what vendors tell of both.
+        shipped: it came with shoal, and was not measured on this cluster.
     """
 
-    def __init__(self, cluster: Cluster, profile: Profile) -> None:
+    def __init__(self, cluster: Cluster, profile: Profile, *, shipped: bool = False) -> None:
         device, measured = cluster.device, DEVICES[profile.device]
         self.profile, self._cluster = profile, cluster
         self.host: Host = profile.host
         self.own = device.kind == profile.device
+        self._shipped = shipped
         self._products: dict[tuple[Any, ...], float] = {}
         self._faster = _ratio(device.flops, measured.flops)
         self._wider = _ratio(device.bandwidth_bytes_s, measured.bandwidth_bytes_s)
@@ -57,6 +59,10 @@ class Costs:
     def sureness(self) -> Sureness:
         """How sure predictions are."""
         several = self._cluster.nodes > 1
+        if self._shipped and not self.on_gpu:
+            return Sureness(
+                0.7, 3.0, f"measured on {self.profile.name}, not on yours: `shoal bench device` measures them"
+            )
         if self.own and not several:
             return Sureness(0.10, 0.15, f"kernels measured on {self.profile.name}")
         if self.own:
@@ -212,15 +218,14 @@ class Costs:
 
 def costs_of(cluster: Cluster, profile: Profile | None = None) -> Costs:
     """By a profile that is given, that comes with shoal for this device, or else for a device most like it."""
-    if profile is None:
-        shipped = shipped_profiles()
-        kind = cluster.device.kind
-        if kind in shipped:
-            profile = shipped[kind]
-        else:
-            same = [one for one in shipped.values() if DEVICES[one.device].type == cluster.device.type]
-            profile = min(same, key=lambda one: _unlike(cluster.device, DEVICES[one.device]))
-    return Costs(cluster, profile)
+    if profile is not None:
+        return Costs(cluster, profile)
+    shipped = shipped_profiles()
+    if cluster.device.kind in shipped:
+        return Costs(cluster, shipped[cluster.device.kind], shipped=True)
+    same = [one for one in shipped.values() if DEVICES[one.device].type == cluster.device.type]
+    nearest = min(same, key=lambda one: _unlike(cluster.device, DEVICES[one.device]))
+    return Costs(cluster, nearest, shipped=True)
 
 
 def _unlike(one: Device, other: Device) -> float:

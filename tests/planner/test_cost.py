@@ -103,9 +103,15 @@ def test_one_rank_has_nothing_to_send() -> None:
     assert costs("8 h100").collective("all_reduce", 2**30, (3,)) == 0
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DEVICES if kind != "cpu"])
-def test_every_gpu_has_a_profile_or_one_to_scale_from(kind: str) -> None:
+@pytest.mark.parametrize("kind", DEVICES)
+def test_every_device_has_a_profile_or_one_to_scale_from(kind: str) -> None:
     found = costs_of(Cluster.parse(f"8 {kind}"))
-    assert DEVICES[found.profile.device].type == "cuda"
+    assert DEVICES[found.profile.device].type == DEVICES[kind].type
     assert found.own == (found.profile.device == kind)
     assert found.seconds(product(4096, 4096, 4096)) > 0
+
+
+def test_a_profile_of_another_cpu_is_hardly_sure_and_one_of_this_machine_is() -> None:
+    shipped = costs_of(Cluster.parse("2 cpu"))
+    own = costs_of(Cluster.parse("2 cpu"), shipped.profile)
+    assert shipped.sureness.high > 1 > own.sureness.high and "bench device" in shipped.sureness.why
