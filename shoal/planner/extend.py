@@ -21,9 +21,9 @@ from shoal.parallel.initialise import build_on_meta
 from shoal.parallel.units import Unit, find_units
 from shoal.plan import Plan
 from shoal.planner.fake_device import outside
-from shoal.planner.launch import Launch
+from shoal.planner.launch import Launch, Moment
 from shoal.planner.simulate import Work, simulate
-from shoal.planner.trace import Moment, Storage, Trace
+from shoal.planner.trace import Storage, Trace
 
 KEPT = 6  # blocks: with fewer, prefetching and offload do not come to their rhythm
 FAR = 2  # blocks: what is freed by one further away is not the rhythm's

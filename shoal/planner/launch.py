@@ -5,15 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
-
-if TYPE_CHECKING:
-    from shoal.planner.trace import Moment
 
 aten: Any = torch.ops.aten
 Kind = Literal[
@@ -21,6 +18,17 @@ Kind = Literal[
 ]
 """move: a kernel whose time is that of the bytes that it reads and writes; record, wait: of a stream; sync: the host waits;
 call: the host calls compiled code"""
+
+
+class Moment(NamedTuple):
+    """Where a step is."""
+
+    step: int
+    """-1 before the first"""
+    phase: str
+    """"setup", "forward", "backward", "recompute" (in backward), "reduce" or "update" """
+    unit: str
+    """the block whose operations run; "" outside of blocks"""
 
 
 class Dims(NamedTuple):

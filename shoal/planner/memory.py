@@ -10,7 +10,8 @@ from typing import NamedTuple
 from shoal.cluster import GIB, Cluster
 from shoal.plan import AXES, Plan
 from shoal.planner.allocator import CachingAllocator
-from shoal.planner.trace import Moment, Storage, Trace
+from shoal.planner.launch import Moment
+from shoal.planner.trace import Storage, Trace
 
 
 class Category(StrEnum):

@@ -23,9 +23,19 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from shoal.planner.fake_device import replace
-from shoal.planner.launch import NAMESPACES, Cost, Kind, Launch, cost_of, on_lists, parts_of, travel_of
+from shoal.planner.launch import (
+    NAMESPACES,
+    Cost,
+    Kind,
+    Launch,
+    Moment,
+    cost_of,
+    on_lists,
+    parts_of,
+    travel_of,
+)
 from shoal.planner.streams import Streams
-from shoal.planner.trace import Moment, Storage, Trace
+from shoal.planner.trace import Storage, Trace
 from shoal.planner.workspace import MATMULS, blas_workspace_bytes, scratch_bytes
 
 aten: Any = torch.ops.aten

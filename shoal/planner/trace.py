@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from shoal.planner.launch import Launch
+from shoal.planner.launch import Launch, Moment
 
 
 @dataclass(slots=True)
@@ -27,17 +26,6 @@ class Storage:
     """of the parameter that it belongs to"""
     travels: bool = False
     """a collective reads or writes it"""
-
-
-class Moment(NamedTuple):
-    """Where a step is."""
-
-    step: int
-    """-1 before the first"""
-    phase: str
-    """"setup", "forward", "backward", "recompute" (in backward), "reduce" or "update" """
-    unit: str
-    """the block whose operations run; "" outside of blocks"""
 
 
 @dataclass

@@ -7,11 +7,11 @@ from typing import Any
 from shoal.cluster import GIB, Cluster
 from shoal.config import Settings, parse
 from shoal.plan import Plan
+from shoal.planner.launch import Moment
 from shoal.planner.memory import Category, Memory, Peak, Tensor, judge
 from shoal.planner.predict import Prediction, RankMemory
 from shoal.planner.replay import Part, RankTime, Span
 from shoal.planner.timing import Timing
-from shoal.planner.trace import Moment
 
 
 def made_prediction(

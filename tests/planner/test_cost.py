@@ -6,9 +6,8 @@ import pytest
 
 from shoal.cluster import DEVICES, Cluster
 from shoal.planner.cost import Costs, costs_of
-from shoal.planner.launch import Dims, Heads, Launch
+from shoal.planner.launch import Dims, Heads, Launch, Moment
 from shoal.planner.profile import shipped_profiles
-from shoal.planner.trace import Moment
 
 NOW = Moment(1, "forward", "")
 H100 = shipped_profiles()["h100"]

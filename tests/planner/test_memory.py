@@ -6,9 +6,10 @@ import pytest
 
 from shoal.cluster import GIB, Cluster
 from shoal.plan import Plan
+from shoal.planner.launch import Moment
 from shoal.planner.memory import Category, Fit, Memory, Peak, category_of, judge, memory_of
 from shoal.planner.simulate import simulate
-from shoal.planner.trace import Moment, Storage, Trace
+from shoal.planner.trace import Storage, Trace
 from tests.planner.real import DIMS, dense, work
 
 PARAMETERS = sum(p.numel() for p in dense().parameters())

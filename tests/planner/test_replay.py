@@ -7,11 +7,11 @@ import pytest
 from shoal.cluster import Cluster
 from shoal.plan import Plan
 from shoal.planner.cost import Costs
-from shoal.planner.launch import Dims, Launch
+from shoal.planner.launch import Dims, Launch, Moment
 from shoal.planner.profile import Beside, Host, Matmul, Profile
 from shoal.planner.replay import Part, StuckError, replay
 from shoal.planner.simulate import simulate
-from shoal.planner.trace import Moment, Trace
+from shoal.planner.trace import Trace
 from tests.planner.real import deep, work
 
 HOST = Host(operator_s=1e-6, kernel_s=1e-7, graph_s=1e-6, collective_s=1e-6)
