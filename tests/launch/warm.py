@@ -10,6 +10,7 @@ import subprocess
 import sys
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import cast
 
 from shoal.launch import nursery
@@ -36,13 +37,14 @@ def start(order: Order) -> Ranks:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_nursery, args=(theirs, order))
+    process = context.Process(target=_nursery, args=(theirs, order, str(Path.cwd())))
     process.start()
     theirs.close()
     return Ranks(cast(subprocess.Popen[str], Warm(process)), os.dup(ours.fileno()), order.ranks)
 
 
-def _nursery(events: Connection, order: Order) -> None:
+def _nursery(events: Connection, order: Order, folder: str) -> None:
     os.setsid()
+    os.chdir(folder)
     sys.stdin = io.StringIO(json.dumps(order._replace(launcher=os.getppid())))
     os._exit(nursery.main(events.fileno()))
