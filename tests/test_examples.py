@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from typer.testing import CliRunner
 
+from examples import same_numbers
 from shoal import World
+from shoal.cli import app
 from shoal.run import Run, read_json_lines
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
+pytestmark = pytest.mark.usefixtures("warm_nursery", "in_root")
 TINY = (
     "model.preset=1m model.layers=1 data.source=docs data.tokenizer=bytes data.seq_len=32 optimizer.warmup=0"
 )
@@ -31,22 +35,21 @@ STEPS = 12
 TOLERANCE = 1e-4
 
 
+@pytest.fixture
+def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
 class Trained(NamedTuple):
     losses: list[float]
     eval_loss: float
 
 
 def train(example: str, folder: Path, *words: str) -> Trained:
-    """What `shoal train` measured."""
+    """What `shoal train` measured; that it is a program is for the tests of the command line."""
     words = (*FEW_STEPS[example], f"run.dir={folder / 'run'}", f"run.cache={folder / 'cache'}", *words)
-    ran = subprocess.run(
-        [sys.executable, "-m", "shoal", "train", f"examples/{example}", *words, "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ran.returncode == 0, ran.stderr
+    ran = CliRunner().invoke(app, ["train", f"examples/{example}", *words, "--json"])
+    assert ran.exit_code == 0, ran.output
     assert json.loads(ran.stdout)["state"] == "ok"
     records = list(read_json_lines(Run(folder / "run").metrics_file))
     losses = [record["loss"] for record in records if "loss" in record]
@@ -104,16 +107,20 @@ def test_the_digits_script_as_it_stands_reads_nine_of_ten_digits_it_has_not_seen
     assert float(accuracy) > 0.9
 
 
-def test_the_table_of_same_numbers_has_equal_rows() -> None:
-    done = subprocess.run(
-        [sys.executable, "examples/same_numbers.py", "--steps=4", "--only=2"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
-    one, two = done.stdout.splitlines()[2:]
+def here(command: list[str], **_: object) -> None:
+    """A `shoal` command that a script starts, in this process."""
+    assert command[:3] == [sys.executable, "-m", "shoal"]
+    done = CliRunner().invoke(app, command[3:])
+    assert done.exit_code == 0, done.output
+
+
+def test_the_table_of_same_numbers_has_equal_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["same_numbers.py", "--steps=2", "--only=2"])
+    monkeypatch.setattr(subprocess, "run", here)
+    same_numbers.main()
+    one, two = capsys.readouterr().out.splitlines()[2:]
     numbers = [[float(cell) for cell in row.split("|")[2:-1]] for row in (one, two)]
     assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
     assert numbers[0][0] == pytest.approx(7.67, abs=0.05)  # ln(2048) and a little, since the head is tied

@@ -7,9 +7,10 @@ import signal
 import time
 
 import pytest
+import torch
 
 from shoal.world import World
-from tests.ranks import run_ranks
+from tests.ranks import run_all, run_ranks
 
 
 def _fail(world: World) -> None:
@@ -42,3 +43,32 @@ def _die(world: World) -> None:
 def test_a_rank_that_dies_is_named() -> None:
     with pytest.raises(RuntimeError, match="rank 0 died: killed by SIGKILL"):
         run_ranks(2, _die)
+
+
+def _fail_at(world: World, number: int, bad: int) -> tuple[int, float]:
+    if number == bad and world.rank == 1:
+        raise KeyError(f"not {number}")
+    world.barrier("all are here")
+    return world.rank * number, torch.rand(()).item()
+
+
+def test_a_case_that_fails_has_its_error_and_the_others_their_values() -> None:
+    found = run_all(2, _fail_at, {number: (number, 2) for number in (1, 2, 3)})
+    (_, drawn), (own, _) = found[1].get()
+    assert own == 1
+    assert found[3].get() == [(0, drawn), (3, drawn)]  # on fresh ranks, with the same random numbers
+    with pytest.raises(KeyError, match="not 2"):
+        found[2].get()
+
+
+def _leave_behind(world: World, number: int) -> int:
+    if number == 1:
+        torch.set_grad_enabled(False)
+    return number
+
+
+def test_a_case_that_leaves_another_state_behind_is_told() -> None:
+    found = run_all(1, _leave_behind, {number: (number,) for number in (0, 1, 2)})
+    assert found[0].get() == [0] and found[2].get() == [2]
+    with pytest.raises(AssertionError, match="left another state behind"):
+        found[1].get()

@@ -164,18 +164,13 @@ def test_the_program_itself_ends_so_too(tmp_path: Path) -> None:
     assert assert_one_line(as_rank.stderr) == assert_one_line(ran.stderr)
 
 
+@pytest.mark.usefixtures("warm_nursery")
 def test_a_run_that_fails_exits_with_1_and_has_the_report_in_the_document(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def loss(output, target):\n    raise RuntimeError('mine')\n")
-    ran = shoal_process(
-        "train",
-        str(JOB),
-        *TINY,
-        "train.objective=mine.py:loss",
-        "plan.replicate=1",
-        "--json",
-        folder=tmp_path,
-    )
-    assert ran.returncode == 1
+    mine = tmp_path / "mine.py"
+    mine.write_text("def loss(output, target):\n    raise RuntimeError('mine')\n")
+    own = [f"train.objective={mine}:loss", "plan.replicate=1", f"run.dir={tmp_path / 'r'}"]
+    ran = shoal("train", str(JOB), *TINY, *own, "--json")
+    assert ran.exit_code == 1
     document = json.loads(ran.stdout)
     assert document["state"] == "failed"
     assert document["report"].startswith("rank 0 failed in step 0")
@@ -190,6 +185,7 @@ def test_how_a_run_ended_decides_the_exit_code(
     assert result.exit_code == code
 
 
+@pytest.mark.usefixtures("warm_nursery")
 def test_verify_says_of_each_plan_whether_it_is_the_same() -> None:
     result = shoal("verify", str(JOB), "plan.tensor=2", "--steps", "2")
     assert result.exit_code == 0, result.output
@@ -198,23 +194,27 @@ def test_verify_says_of_each_plan_whether_it_is_the_same() -> None:
 
 
 def test_verify_in_json_names_the_errors(tmp_path: Path) -> None:
-    done = shoal_process("verify", str(JOB), "plan.shard=2", "--json", "--steps", "2", folder=tmp_path)
+    done = shoal_process("verify", str(JOB), "plan.shard=2", "--json", "--steps", "1", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     (found,) = json.loads(done.stdout)
     assert found["same"] and found["plan"]["shard"] == 2 and 0 < found["errors"]["gradient"] < 1e-4
 
 
-def test_verify_tells_plans_that_a_model_does_not_allow_and_counts_those_that_were_asked_for() -> None:
+@pytest.mark.usefixtures("warm_nursery")
+def test_verify_tells_plans_that_a_model_does_not_allow_and_counts_those_that_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
     job = str(ROOT / "examples" / "digits.toml")
-    every = shoal_process("verify", job, "--all", "2", "--steps", "1", folder=ROOT)
-    assert every.returncode == 0, every.stdout + every.stderr
+    every = shoal("verify", job, "--all", "2", "--steps", "1")
+    assert every.exit_code == 0, every.output
     told = re.findall(r"^refused .*?(?:, and (\d+) more)?\n +(.*)", every.stdout, re.MULTILINE)
     assert len({reason for _, reason in told}) == len(told)  # each reason once
     refused = sum(1 + int(more or 0) for more, _ in told)
     assert refused > len(told) and f"; {refused} are not for this model" in every.stdout
-    one = shoal_process("verify", job, "plan.tensor=2", "--json", "--steps", "1", folder=ROOT)
+    one = shoal("verify", job, "plan.tensor=2", "--json", "--steps", "1")
     (found,) = json.loads(one.stdout)
-    assert one.returncode == 1 and found["refused"] and "no layout" in found["problem"]
+    assert one.exit_code == 1 and found["refused"] and "no layout" in found["problem"]
 
 
 def test_verify_of_a_difference_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from shoal.cli import app
-from tests.cli.test_commands import ROOT, TINY, shoal_process
+from tests.cli.test_commands import ROOT, TINY
 
 pytest.importorskip("transformers")
 
@@ -20,6 +20,7 @@ OURS = [word for word in TEXT if not word.startswith("data.vocab")]
 THEIRS = [word for word in OURS if not word.startswith("model.")] + [f"model.family=hf:{ROOT}/examples/qwen3"]
 
 
+@pytest.mark.usefixtures("warm_nursery")
 @pytest.mark.parametrize(("words", "kind"), [(OURS, "LlamaForCausalLM"), (THEIRS, "Qwen3ForCausalLM")])
 def test_a_run_is_exported_with_its_tokenizer_and_samples_alike(
     words: list[str], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -32,11 +33,11 @@ def test_a_run_is_exported_with_its_tokenizer_and_samples_alike(
     job.write_text(f'[data]\nsource = "{ROOT}/docs"\n')
     words = [word for word in words if word != "data.source=docs"] + [
         "data.seq_len=16",
-        "run.dir=run",
-        "run.cache=cache",
+        f"run.dir={tmp_path}/run",
+        f"run.cache={tmp_path}/cache",
     ]
-    ran = shoal_process("train", str(job), *words, "plan.shard=2", folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr
+    ran = CliRunner().invoke(app, ["train", str(job), *words, "plan.shard=2"])
+    assert ran.exit_code == 0, ran.output
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["export", "run", "out", "--json"])
     assert done.exit_code == 0, done.output

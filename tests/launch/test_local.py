@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import os
 import signal
 import socket
@@ -10,15 +13,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from shoal.config import Settings, parse
-from shoal.launch.local import Outcome, launch
+from shoal.launch.local import Outcome, Ranks, launch
 from shoal.observe.status import read_status
 from tests.launch import targets
+from tests.launch.warm import start
 
 LOOP = f"{targets.__name__}:loop"
 HELLO = f"{targets.__name__}:hello"
@@ -59,6 +64,34 @@ def wait_until(condition: Callable[[], bool], within_s: float) -> bool:
     return condition()
 
 
+class Failed(NamedTuple):
+    """A launch of which rank 1 did what it should not, and what its terminal showed."""
+
+    outcome: Outcome
+    took_s: float
+    folder: Path
+    shown: str
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Failed]:
+    """Launches with a fault in a phase, each made once."""
+
+    @functools.cache
+    def launched(fault: str, phase: str) -> Failed:
+        folder, shown = tmp_path_factory.mktemp(f"{fault}-{phase}"), io.StringIO()
+        deadline_s = 3.0 if fault == "stuck" else 60.0
+        begin = time.monotonic()
+        with contextlib.redirect_stderr(shown), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Ranks, "start", start)
+            outcome = launch(
+                settings(folder, deadline_s, fault=fault, phase=phase), 2, device="cpu", target=LOOP
+            )
+        return Failed(outcome, time.monotonic() - begin, folder, shown.getvalue())
+
+    return launched
+
+
 CAUSES = {
     "raise": "rank 1 failed in step 3, phase {}: ValueError: bad sample at index 1234",
     "kill": "rank 1 was killed by SIGKILL in step 3, phase {}",
@@ -67,37 +100,37 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize("phase", targets.PHASES)
-@pytest.mark.parametrize("fault", CAUSES)
+@pytest.mark.parametrize(
+    ("fault", "phase"),
+    # a rank that is stuck is waited for, and its phase is a word that it wrote down before: one is enough
+    [*product(("raise", "kill", "return"), targets.PHASES), ("stuck", "step")],
+)
 def test_the_first_line_names_rank_1_and_the_cause(
-    fault: str, phase: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    fault: str, phase: str, failed: Callable[[str, str], Failed]
 ) -> None:
-    deadline_s = 3.0 if fault == "stuck" else 60.0
-    begin = time.monotonic()
-    outcome = launch(settings(tmp_path, deadline_s, fault=fault, phase=phase), 2, device="cpu", target=LOOP)
-    took = time.monotonic() - begin
-
+    outcome, took_s, folder, shown = failed(fault, phase)
     assert outcome.state == "failed"
     assert outcome.report.splitlines()[0].startswith(CAUSES[fault].format(phase))
-    assert took < 30
-    assert (tmp_path / "ranks" / "failure.txt").read_text() == outcome.report + "\n"
-    assert outcome.report in capfd.readouterr().err
-    assert ranks_are_gone(tmp_path)
+    assert took_s < 30
+    assert (folder / "ranks" / "failure.txt").read_text() == outcome.report + "\n"
+    assert outcome.report in shown
+    assert ranks_are_gone(folder)
 
 
-def test_a_rank_that_failed_and_cannot_leave_ends_the_run_soon(tmp_path: Path) -> None:
-    begin = time.monotonic()
-    outcome = launch(settings(tmp_path, 60.0, fault="linger", phase="step"), 2, device="cpu", target=LOOP)
+def test_a_rank_that_failed_and_cannot_leave_ends_the_run_soon(
+    failed: Callable[[str, str], Failed],
+) -> None:
+    outcome, took_s, *_ = failed("linger", "step")
     assert outcome.report.startswith(CAUSES["raise"].format("step"))
-    assert time.monotonic() - begin < 30
+    assert took_s < 30
 
 
 def test_a_stuck_rank_is_shown_with_its_stack_and_warned_of_first(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    failed: Callable[[str, str], Failed],
 ) -> None:
-    outcome = launch(settings(tmp_path, 3.0, fault="stuck", phase="step"), 2, device="cpu", target=LOOP)
+    outcome, _, _, shown = failed("stuck", "step")
     assert f"targets.py:{line_of('time.sleep(1000)')} in read_forever" in outcome.report
-    assert "rank 1 is in step 3, phase step; all are stopped after 3 s" in capfd.readouterr().err
+    assert "rank 1 is in step 3, phase step; all are stopped after 3 s" in shown
 
 
 def line_of(text: str) -> int:
@@ -105,12 +138,13 @@ def line_of(text: str) -> int:
     return next(number for number, line in enumerate(lines, start=1) if text in line)
 
 
-def test_a_report_shows_the_line_of_user_code(tmp_path: Path) -> None:
-    outcome = launch(settings(tmp_path, fault="raise", phase="eval"), 2, device="cpu", target=LOOP)
+def test_a_report_shows_the_line_of_user_code(failed: Callable[[str, str], Failed]) -> None:
+    outcome = failed("raise", "eval").outcome
     assert f"targets.py:{line_of('raise ValueError')} in raise_error: raise ValueError(" in outcome.report
     assert "rank 0 lost its peers in step 3, phase eval" in outcome.report
 
 
+@pytest.mark.usefixtures("warm_nursery")
 def test_a_target_that_cannot_be_imported_is_reported(tmp_path: Path) -> None:
     outcome = launch(settings(tmp_path), 2, device="cpu", target="no.such.module:train")
     assert outcome.state == "failed"
@@ -134,6 +168,7 @@ def test_rank_0_keeps_the_terminal_and_all_ranks_have_logs(
     ]
 
 
+@pytest.mark.usefixtures("warm_nursery")
 def test_two_launches_at_once_do_not_meet(tmp_path: Path) -> None:
     outcomes: dict[str, Outcome] = {}
 

@@ -91,6 +91,7 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.usefixtures("warm_nursery")
 def test_every_plan_computes_what_one_device_does() -> None:
     """`verify` measures how far one device in float8 is from the exact numbers, and allows a plan 8 times that."""
     table = {

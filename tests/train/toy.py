@@ -25,7 +25,7 @@ from shoal.world import World
 DIMS = LlamaDims(
     dim=24, layers=2, heads=4, kv_heads=2, ffn=40, vocab=50, tied=True, rope_theta=10000.0, norm_eps=1e-5
 )  # 24 x 50 embedding and 40-wide layers: rows that do not divide by 4
-BATCH, LENGTH, STEPS = 16, 12, 20
+BATCH, LENGTH, STEPS = 16, 12, 6  # all of the warmup, and as many steps after it
 OPTIMIZER = Optimizer(lr=1e-2, schedule="cosine", warmup=3, clip=0.5, weight_decay=0.1)
 
 

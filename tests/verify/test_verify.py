@@ -26,6 +26,7 @@ from tests.verify import faults
 from tests.verify.faults import record_with
 
 JOB = Path(__file__).parents[2] / "examples" / "quickstart.toml"
+pytestmark = pytest.mark.usefixtures("warm_nursery")
 
 
 @functools.cache
@@ -93,7 +94,7 @@ def test_right_code_is_not_accused(plan: Plan, precision: str) -> None:
 def test_plans_are_compared_by_launches_of_their_own() -> None:
     told: list[str] = []
     plans = [Plan(shard=2), Plan(replicate=2, tensor=2), Plan(tensor=2)]
-    verdicts = verify(load(JOB), plans, lambda verdict: told.append(verdict.plan.describe()))
+    verdicts = verify(load(JOB), plans, lambda verdict: told.append(verdict.plan.describe()), steps=2)
     assert [verdict.same for verdict in verdicts] == [True, True, True]
     assert [verdict.plan.world_size for verdict in verdicts] == [2, 4, 2] and len(told) == 3
 
@@ -111,7 +112,7 @@ def test_a_job_in_bf16_is_compared_in_fp32_too(monkeypatch: pytest.MonkeyPatch) 
         return result._replace(first=mistake)
 
     monkeypatch.setattr(run, "compare", accuse)
-    verdict = verify(load(JOB, ["train.precision=bf16"]), [Plan(shard=2)])[0]
+    verdict = verify(load(JOB, ["train.precision=bf16"]), [Plan(shard=2)], steps=2)[0]
     assert len(seen) == 2 and seen[1] < seen[0] / 100  # the second is the sharper one
     assert verdict.comparison is not None and verdict.comparison.first is not None
     assert not verdict.same

@@ -1,0 +1,50 @@
+"""A nursery forked from a process that has imported torch: a launch without the seconds of imports that begin it."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import cast
+
+from shoal.launch import nursery
+from shoal.launch.local import Ranks
+from shoal.launch.nursery import Order
+from tests.ranks import PRELOAD
+
+
+class Warm:
+    """What `Ranks` asks of its process."""
+
+    def __init__(self, process: ForkServerProcess) -> None:
+        self._process = process
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> None:
+        self._process.join()
+
+
+def start(order: Order) -> Ranks:
+    """As `Ranks.start`, but for the process: its environment and terminal are those that the first tests had."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_nursery, args=(theirs, order, str(Path.cwd())))
+    process.start()
+    theirs.close()
+    return Ranks(cast(subprocess.Popen[str], Warm(process)), os.dup(ours.fileno()), order.ranks)
+
+
+def _nursery(events: Connection, order: Order, folder: str) -> None:
+    os.setsid()
+    os.chdir(folder)
+    sys.stdin = io.StringIO(json.dumps(order._replace(launcher=os.getppid())))
+    os._exit(nursery.main(events.fileno()))
