@@ -24,7 +24,7 @@ from shoal.parallel.initialise import whole_tensor
 from shoal.plan import Plan
 from shoal.world import World
 from tests.ranks import Outcome, run_all, run_ranks
-from tests.train.moe_toy import BATCH, DIMS, LENGTH, Record, set_up, train, train_by_hand
+from tests.train.moe_toy import BATCH, DIMS, LENGTH, STEPS, Record, set_up, train, train_by_hand
 from tests.train.toy import DEEP, global_batch, part_of
 
 # sums in another order differ by about 1e-15 relative in fp64; AdamW divides small numbers by small numbers
@@ -98,7 +98,7 @@ def test_a_plan_trains_as_one_process_does(name: str) -> None:
 @pytest.mark.parametrize("never", [(1,), (0, 1)], ids=["one expert", "all experts of a rank"])
 def test_experts_that_get_no_token_only_decay(never: tuple[int, ...]) -> None:
     plan = plan_of(shard=2, expert=2, micro_batch=4)
-    assert_same(run_ranks(2, train, plan, DIMS, 5, never), by_hand(DIMS, never))
+    assert_same(run_ranks(2, train, plan, DIMS, STEPS, never), by_hand(DIMS, never))
 
 
 def train_as_on_older_torch(world: World, plan: Plan, never: tuple[int, ...]) -> Record:
@@ -120,7 +120,7 @@ def test_experts_that_get_no_token_also_work_with_torch_before_2_13(plan: Plan) 
 def test_all_tokens_may_go_to_one_expert() -> None:
     dims, never = DIMS._replace(top_k=1), (0, 1, 3)
     plan = plan_of(shard=2, tensor=2, expert=4, micro_batch=4)
-    assert_same(run_ranks(4, train, plan, dims, 5, never), by_hand(dims, never))
+    assert_same(run_ranks(4, train, plan, dims, STEPS, never), by_hand(dims, never))
 
 
 def test_experts_without_shared_ones_scored_by_sigmoid() -> None:

@@ -38,7 +38,7 @@ from tests.train.toy import (
     whole_weights,
 )
 
-STEPS = 4
+STEPS = 3
 CPU = torch.device("cpu")
 ALL = ["parameters", "optimizer", "activations"]
 PLANS: list[dict[str, Any]] = [

@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.data.cut import MicroBatch, StepBatch
+from shoal.models.presets import LlamaDims
 from shoal.parallel.apply import parallelize
 from shoal.parallel.recompute import Choice, _Keep, _Reuse, kind_of
 from shoal.plan import Plan
@@ -177,7 +178,7 @@ def with_and_without(name: str) -> tuple[Plan, Plan]:
 @cache
 def trained(ranks: int) -> dict[tuple[str, str], Outcome]:
     pairs = {name: with_and_without(name) for name in SELECTIVE}
-    cases = {
+    cases: dict[tuple[str, str], tuple[object, ...]] = {
         (name, plan.recompute): (plan, "bf16" if plan.replicate > 1 else "fp64", OPTIMIZER, 3, UNTIED)
         for name, pair in pairs.items()
         for plan in pair
@@ -273,7 +274,7 @@ def test_a_kept_result_that_was_changed_in_place_is_refused() -> None:
 # Compiled
 
 
-FEW = UNTIED._replace(layers=2)
+FEW, ONE = (UNTIED._replace(layers=layers) for layers in (2, 1))
 COMPILED: dict[str, dict[str, Any]] = {
     "blocks": {"compile": True, "recompute": "selective", "recompute_every": 2, "tensor": 2},
     "whole, full": {"compile": "model", "recompute": "full", "replicate": 2},
@@ -288,11 +289,11 @@ class Compiled(NamedTuple):
     found: int
 
 
-def run_and_count(world: World, plan: Plan, cache: str = "") -> Compiled:
+def run_and_count(world: World, plan: Plan, dims: LlamaDims = FEW, cache: str = "") -> Compiled:
     if cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     counters.clear()
-    record = run_plan(world, plan, "fp64", OPTIMIZER, 3, FEW)
+    record = run_plan(world, plan, "fp64", OPTIMIZER, 3, dims)
     return Compiled(
         record, counters["stats"]["unique_graphs"], counters["aot_autograd"]["autograd_cache_hit"]
     )
@@ -313,7 +314,7 @@ def test_what_is_compiled_computes_the_same(keys: dict[str, Any]) -> None:
 
 def test_what_was_compiled_is_found_again_by_a_later_process(tmp_path: Path) -> None:
     plan = plan_of(compile="model", recompute="selective", recompute_keep=["attention"])
-    first, second = (run_ranks(1, run_and_count, plan, str(tmp_path), timeout=300)[0] for _ in range(2))
+    first, second = (run_ranks(1, run_and_count, plan, ONE, str(tmp_path), timeout=300)[0] for _ in range(2))
     assert (first.graphs, first.found) == (1, 0)
     assert (second.graphs, second.found) == (1, 1)
     assert second.record.losses == first.record.losses
