@@ -27,6 +27,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.axes import SIZES
+from benchmarks.offload import KINDS as OFFLOADED
+from benchmarks.offload import MICRO_BATCH
+from benchmarks.offload import SIZES as OF_OFFLOAD
 from shoal.run import write_whole
 
 HERE = Path(__file__).resolve().parent
@@ -113,6 +116,15 @@ def measured() -> Iterator[Real]:
     for name, row in _read("small_2xh200")["rows"].items():
         job, *words = SMALL[name].split()
         yield _real("small_2xh200", name, job, words, _on(row["machine"]), row)
+    kept = _read("offload_2xh200")
+    for row in kept["rows"]:
+        if "allocated_gib" in row:
+            words = (
+                f"plan.shard=2 plan.micro_batch={MICRO_BATCH} train.global_batch={2 * MICRO_BATCH}".split()
+            )
+            words.append(f"plan.offload={','.join(OFFLOADED.get(row['name'], [])) or 'none'}")
+            name = f"1b, offload {row['name']}"
+            yield _real("offload_2xh200", name, OF_OFFLOAD[kept["size"]], words, _on(kept["machine"]), row)
     kept = _read("step_1b_4xh100")
     for row in kept["rows"]:
         if row["name"] in ONE_B:

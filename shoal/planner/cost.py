@@ -20,6 +20,7 @@ SPLITS = (1, 2, 4)
 ADDING_S = 3e-6
 REACHED = 0.75  # of a device's peak, by the largest products
 LATENCY_S = 5e-6  # of a hop between nodes
+HOST_LINK_BYTES_S = 50e9  # PCIe 5 of 16 lanes, where a profile does not say
 HALF_SIZE = 256  # inner dim at which a product reaches half of its rate
 ELEMENT = {"float32": 2.0, "float64": 32.0, "float8_e4m3fn": 0.5, "float8_e5m2": 0.5}
 """by how much products take longer than those of 16 bits; fp32 as TF32"""
@@ -82,6 +83,8 @@ class Costs:
             return self._attention(launch)
         if launch.kind == "move":
             return self._move(launch.nbytes, follows=launch.follows)
+        if launch.kind == "transfer":
+            return self.host_copy(launch.nbytes)
         if launch.kind in ("collective", "send", "receive"):
             return self.collective(launch.operator, launch.nbytes, launch.ranks)
         return 0.0
@@ -213,7 +216,11 @@ class Costs:
 
     def host_copy(self, nbytes: float) -> float:
         """Between the device and pinned host memory."""
-        return interpolate(self.profile.host_copies, nbytes) if self.profile.host_copies else nbytes / 25e9
+        return (
+            interpolate(self.profile.host_copies, nbytes)
+            if self.profile.host_copies
+            else nbytes / HOST_LINK_BYTES_S
+        )
 
 
 def costs_of(cluster: Cluster, profile: Profile | None = None) -> Costs:

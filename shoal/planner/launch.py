@@ -14,10 +14,20 @@ from torch.utils.flop_counter import flop_registry
 
 aten: Any = torch.ops.aten
 Kind = Literal[
-    "matmul", "attention", "move", "collective", "send", "receive", "record", "wait", "sync", "call"
+    "matmul",
+    "attention",
+    "move",
+    "transfer",
+    "collective",
+    "send",
+    "receive",
+    "record",
+    "wait",
+    "sync",
+    "call",
 ]
-"""move: a kernel whose time is that of the bytes that it reads and writes; record, wait: of a stream; sync: the host waits;
-call: the host calls compiled code"""
+"""move: a kernel whose time is that of the bytes that it reads and writes; transfer: a copy between host and device; record,
+wait: of a stream; sync: the host waits; call: the host calls compiled code"""
 
 
 class Moment(NamedTuple):
@@ -127,6 +137,9 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Seq
         return Cost(
             "matmul", nbytes, flop_registry[packet](*args, **kwargs, out_val=out), _dtype(first), None
         )
+    places = {tensor.device.type for tensor in (*tensors, *outputs) if tensor.dim()}
+    if {"cpu", "cuda"} <= places:
+        return Cost("transfer", _size(first), 0, _dtype(first), None)
     return Cost("move", nbytes, 0, _dtype(first), None)
 
 

@@ -142,3 +142,13 @@ def test_streams_wait_for_what_was_recorded() -> None:
         ("sync", 0),
     ]
     assert found[1].on is found[0] and found[3].on is found[4].on is found[2]
+
+
+def test_a_copy_to_the_host_is_a_transfer() -> None:
+    with simulated_world(Cluster.parse("1 h100"), 0, 1) as world:
+        there = torch.zeros(256, device="cuda")
+        here = torch.empty(256)
+        here.copy_(there)
+        there.copy_(here)
+        found = [launch for launch in world.tape.trace.launches() if launch.kind == "transfer"]
+    assert [launch.nbytes for launch in found] == [1024, 1024]

@@ -59,9 +59,11 @@ def test_the_data_round_trips_through_json_and_adds_up(simulated: list[Any]) -> 
     made = make_picture(made_settings(), Cluster.parse("4 h100"), WORK)
     assert json.loads(json.dumps(made, allow_nan=False)) == made
     for option in made["options"]:
-        if option["step"] is not None:
-            assert sum(option["step"]["parts"].values()) == pytest.approx(option["step"]["seconds"])
-        assert all(span["end_s"] <= option["step"]["seconds"] for span in option["timeline"])
+        step = option["step"]
+        assert (step is None) == bool(option["reason"])
+        if step is not None:
+            assert sum(step["parts"].values()) == pytest.approx(step["seconds"])
+            assert all(span["end_s"] <= step["seconds"] for span in option["timeline"])
         for rank in option["ranks"]:
             assert sum(rank["by_category"].values()) == rank["allocated_bytes"] <= rank["reserved_bytes"]
             assert rank["device_bytes"] == rank["reserved_bytes"] + rank["outside_bytes"]
