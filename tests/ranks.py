@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import multiprocessing
 import os
@@ -173,12 +172,14 @@ def _random_numbers() -> Callable[[], None]:
     import numpy as np
     import torch
 
-    set_all = [
-        functools.partial(random.setstate, random.getstate()),
-        functools.partial(np.random.set_state, np.random.get_state()),
-        functools.partial(torch.set_rng_state, torch.get_rng_state()),
-    ]
-    return lambda: [one() for one in set_all] and None
+    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+    def restart() -> None:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
+
+    return restart
 
 
 def _global_state() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,7 @@ from shoal.train.objective import Supervised
 from shoal.train.optimizer import SGD, AdamW
 from shoal.train.step import Step
 from shoal.world import World
-from tests.ranks import run_ranks
+from tests.ranks import Outcome, run_all, run_ranks
 from tests.train.toy import whole_weights
 
 SPREAD = [Plan(replicate=2), Plan(shard=2, zero=2), Plan(shard=2, zero=3)]
@@ -148,11 +149,20 @@ def train(
     return first, losses, whole_weights(model)
 
 
+BUILDERS = [Rotating, Drawn, Rates, Branches, TwoNames, Dicts, Image]
+
+
+@functools.cache
+def trained(ranks: int) -> dict[tuple[Any, Plan], Outcome]:
+    plans = [Plan()] if ranks == 1 else SPREAD
+    return run_all(ranks, train, {(build, plan): (build, plan) for build in BUILDERS for plan in plans})
+
+
 @pytest.mark.parametrize("plan", SPREAD, ids=IDS)
-@pytest.mark.parametrize("build", [Rotating, Drawn, Rates, Branches, TwoNames, Dicts, Image])
+@pytest.mark.parametrize("build", BUILDERS)
 def test_it_trains_as_on_one_device(build: Callable[[], nn.Module], plan: Plan) -> None:
-    first, losses, weights = run_ranks(1, train, build, Plan())[0]
-    for seen in run_ranks(2, train, build, plan):
+    first, losses, weights = trained(1)[build, Plan()].get()[0]
+    for seen in trained(2)[build, plan].get():
         assert seen[0] == first
         assert seen[1] == pytest.approx(losses, rel=1e-10)
         for name, weight in weights.items():

@@ -19,7 +19,7 @@ from shoal.train.objective import NextToken
 from shoal.train.optimizer import AdamW
 from shoal.train.step import Step
 from shoal.world import World
-from tests.ranks import run_ranks
+from tests.ranks import Outcome, run_all, run_ranks
 from tests.train.toy import (
     BATCH,
     DEEP,
@@ -33,11 +33,11 @@ from tests.train.toy import (
     whole_weights,
 )
 
-STEPS = 4
+STEPS = 3
 UNTIED = DEEP._replace(tied=False)
 ALONE: list[dict[str, Any]] = [
     {"tensor": 2},
-    {"tensor": 4, "micro_batch": 4},  # two ranks share a key/value head
+    {"tensor": 4, "micro_batch": 8},  # two ranks share a key/value head
     {"context": 2},
     {"context": 2, "context_by": "all_to_all", "micro_batch": 4},
     {"pipeline": 2, "micro_batch": 4},
@@ -49,7 +49,7 @@ ALONE: list[dict[str, Any]] = [
 ]
 TOGETHER: list[dict[str, Any]] = [
     {"tensor": 2, "shard": 2},
-    {"tensor": 2, "shard": 2, "zero": 1, "micro_batch": 2},
+    {"tensor": 2, "shard": 2, "zero": 1, "micro_batch": 4},
     {"tensor": 2, "replicate": 2, "recompute": "full"},
     {"context": 2, "shard": 2, "zero": 2, "micro_batch": 4},
     {"context": 2, "tensor": 2},
@@ -65,6 +65,11 @@ ENDS_APART: list[dict[str, Any]] = [  # V-shaped schedules have both ends on one
     {"pipeline": 2, "micro_batch": 2, "schedule": "dualpipev", "recompute": "full"},
     {"pipeline": 2, "shard": 2, "micro_batch": 2, "schedule": "zbv"},
     {"pipeline": 2, "tensor": 2, "micro_batch": 2, "schedule": "interleaved_zero_bubble"},
+]
+MICRO_BATCHES: list[dict[str, Any]] = [
+    {"pipeline": 2, "micro_batch": micro_batch, "schedule": schedule}
+    for micro_batch in (4, 8)
+    for schedule in ("gpipe", "1f1b")
 ]
 
 
@@ -90,16 +95,33 @@ def check(records: list[Record], right: Record) -> None:
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-11, msg=name)
 
 
+@functools.cache
+def trained(ranks: int) -> dict[str, Outcome]:
+    """All plans for so many ranks, by name."""
+    models = [(keys, DEEP) for keys in ALONE + TOGETHER + MICRO_BATCHES] + [
+        (keys, UNTIED) for keys in ENDS_APART
+    ]
+    plans = [(keys, Plan.model_validate(keys), dims) for keys, dims in models]
+    wanted = {
+        named(keys): (plan, "fp64", OPTIMIZER, STEPS, dims)
+        for keys, plan, dims in plans
+        if plan.world_size == ranks
+    }
+    return run_all(ranks, run_plan, wanted)
+
+
+def found(keys: dict[str, Any]) -> list[Record]:
+    return trained(Plan.model_validate(keys).world_size)[named(keys)].get()
+
+
 @pytest.mark.parametrize("keys", ALONE + TOGETHER, ids=named)
 def test_every_axis_trains_as_one_process_does(keys: dict[str, Any]) -> None:
-    plan = Plan.model_validate(keys)
-    check(run_ranks(plan.world_size, run_plan, plan, "fp64", OPTIMIZER, STEPS, DEEP), by_hand(DEEP))
+    check(found(keys), by_hand(DEEP))
 
 
 @pytest.mark.parametrize("keys", ENDS_APART, ids=named)
 def test_so_does_every_axis_of_a_model_without_tied_ends(keys: dict[str, Any]) -> None:
-    plan = Plan.model_validate(keys)
-    check(run_ranks(plan.world_size, run_plan, plan, "fp64", OPTIMIZER, STEPS, UNTIED), by_hand(UNTIED))
+    check(found(keys), by_hand(UNTIED))
 
 
 def test_eight_ranks_on_three_axes() -> None:
@@ -109,14 +131,13 @@ def test_eight_ranks_on_three_axes() -> None:
 
 def test_a_compiled_block_keeps_its_collectives() -> None:
     plan = Plan(tensor=2, compile=True)
-    check(run_ranks(2, run_plan, plan, "fp64", OPTIMIZER, STEPS, DEEP, timeout=300), by_hand(DEEP))
+    dims = DEEP._replace(layers=2)
+    check(run_ranks(2, run_plan, plan, "fp64", OPTIMIZER, STEPS, dims, timeout=300), by_hand(dims))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("micro_batch", [4, 8])
-def test_a_pipelines_gradients_do_not_depend_on_its_micro_batches(schedule: str, micro_batch: int) -> None:
-    plan = Plan.model_validate({"pipeline": 2, "micro_batch": micro_batch, "schedule": schedule})
-    check(run_ranks(2, run_plan, plan, "fp64", OPTIMIZER, STEPS, DEEP), by_hand(DEEP))
+@pytest.mark.parametrize("keys", MICRO_BATCHES, ids=named)
+def test_a_pipelines_gradients_do_not_depend_on_its_micro_batches(keys: dict[str, Any]) -> None:
+    check(found(keys), by_hand(DEEP))
 
 
 def packed(step: int) -> dict[str, Tensor]:
@@ -137,21 +158,31 @@ def run_packed(world: World, plan: Plan) -> tuple[list[float], list[float], dict
     return [result.loss for result in results], [result.grad_norm for result in results], whole_weights(model)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"context": 2},
-        {"context": 2, "context_by": "all_to_all"},
-        {"tensor": 2},
-        {"pipeline": 2, "micro_batch": 4},
-        {"context": 2, "tensor": 2},
-    ],
-    ids=named,
-)
+PACKED: list[dict[str, Any]] = [
+    {"context": 2},
+    {"context": 2, "context_by": "all_to_all"},
+    {"tensor": 2},
+    {"pipeline": 2, "micro_batch": 4},
+    {"context": 2, "tensor": 2},
+]
+
+
+@functools.cache
+def packed_on(ranks: int) -> dict[str, Outcome]:
+    return run_all(ranks, run_packed, of_size(ranks, [{}, *PACKED]))
+
+
+def of_size(ranks: int, plans: list[dict[str, Any]]) -> dict[str, tuple[Plan]]:
+    """Plans for so many ranks, by name, as the argument of a function."""
+    all_plans = {named(keys): Plan.model_validate(keys) for keys in plans}
+    return {name: (plan,) for name, plan in all_plans.items() if plan.world_size == ranks}
+
+
+@pytest.mark.parametrize("keys", PACKED, ids=named)
 def test_packed_documents_stay_apart(keys: dict[str, Any]) -> None:
     plan = Plan.model_validate(keys)
-    losses, norms, weights = run_ranks(1, run_packed, Plan())[0]
-    for found in run_ranks(plan.world_size, run_packed, plan):
+    losses, norms, weights = packed_on(1)[""].get()[0]
+    for found in packed_on(plan.world_size)[named(keys)].get():
         assert found[0] == pytest.approx(losses, rel=1e-12)
         assert found[1] == pytest.approx(norms, rel=1e-12)
         for name, weight in found[2].items():
@@ -167,18 +198,25 @@ def run_eval(world: World, plan: Plan) -> Evaluation:
     return evaluate(model, NextToken(), held_out, world)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
+EVALUATED: list[dict[str, Any]] = [
+    {**keys, "micro_batch": BATCH // 4}
+    for keys in (
         {"tensor": 2},
         {"context": 2},
         {"pipeline": 2, "tensor": 2},
         *({"pipeline": 2, "schedule": schedule} for schedule in (*SINGLE, *MULTIPLE)),
-    ],
-    ids=named,
-)
+    )
+]
+
+
+@functools.cache
+def evaluated(ranks: int) -> dict[str, Outcome]:
+    return run_all(ranks, run_eval, of_size(ranks, [{"micro_batch": BATCH // 4}, *EVALUATED]))
+
+
+@pytest.mark.parametrize("keys", EVALUATED, ids=named)
 def test_an_evaluation_counts_each_sample_once(keys: dict[str, Any]) -> None:
-    plan = Plan.model_validate({**keys, "micro_batch": BATCH // 4})
-    right = run_ranks(1, run_eval, Plan(micro_batch=BATCH // 4))[0]
-    for found in run_ranks(plan.world_size, run_eval, plan):
+    (alone,) = evaluated(1).values()
+    right = alone.get()[0]
+    for found in evaluated(Plan.model_validate(keys).world_size)[named(keys)].get():
         assert found.weight == right.weight and found.loss == pytest.approx(right.loss, rel=1e-12)

@@ -23,8 +23,8 @@ from shoal.parallel.collectives import exchange_rows
 from shoal.parallel.initialise import whole_tensor
 from shoal.plan import Plan
 from shoal.world import World
-from tests.ranks import run_ranks
-from tests.train.moe_toy import BATCH, DIMS, LENGTH, Record, set_up, train, train_by_hand
+from tests.ranks import Outcome, run_all, run_ranks
+from tests.train.moe_toy import BATCH, DIMS, LENGTH, STEPS, Record, set_up, train, train_by_hand
 from tests.train.toy import DEEP, global_batch, part_of
 
 # sums in another order differ by about 1e-15 relative in fp64; AdamW divides small numbers by small numbers
@@ -83,17 +83,22 @@ def assert_same(records: list[Record], reference: Record) -> None:
     assert seen == {*reference.weights, *reference.biases}
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_a_plan_trains_as_one_process_does(plan: Plan) -> None:
+@lru_cache
+def trained(ranks: int) -> dict[str, Outcome]:
+    return run_all(ranks, train, {name: (plan,) for name, plan in PLANS.items() if plan.world_size == ranks})
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_trains_as_one_process_does(name: str) -> None:
     reference = by_hand()
     assert any(bool(bias.any()) for bias in reference.biases.values())
-    assert_same(run_ranks(plan.world_size, train, plan), reference)
+    assert_same(trained(PLANS[name].world_size)[name].get(), reference)
 
 
 @pytest.mark.parametrize("never", [(1,), (0, 1)], ids=["one expert", "all experts of a rank"])
 def test_experts_that_get_no_token_only_decay(never: tuple[int, ...]) -> None:
     plan = plan_of(shard=2, expert=2, micro_batch=4)
-    assert_same(run_ranks(2, train, plan, DIMS, 5, never), by_hand(DIMS, never))
+    assert_same(run_ranks(2, train, plan, DIMS, STEPS, never), by_hand(DIMS, never))
 
 
 def train_as_on_older_torch(world: World, plan: Plan, never: tuple[int, ...]) -> Record:
@@ -115,7 +120,7 @@ def test_experts_that_get_no_token_also_work_with_torch_before_2_13(plan: Plan) 
 def test_all_tokens_may_go_to_one_expert() -> None:
     dims, never = DIMS._replace(top_k=1), (0, 1, 3)
     plan = plan_of(shard=2, tensor=2, expert=4, micro_batch=4)
-    assert_same(run_ranks(4, train, plan, dims, 5, never), by_hand(dims, never))
+    assert_same(run_ranks(4, train, plan, dims, STEPS, never), by_hand(dims, never))
 
 
 def test_experts_without_shared_ones_scored_by_sigmoid() -> None:
@@ -171,20 +176,26 @@ def counts_of_a_step(world: World, plan: Plan, filler: bool) -> list[list[int]]:
     return counts.seen
 
 
+COUNTED = [
+    plan_of(micro_batch=4, recompute="full"),
+    plan_of(replicate=2),
+    plan_of(shard=2, expert=2, micro_batch=2, recompute="full"),
+    plan_of(tensor=2, context=2, expert=2),
+    plan_of(pipeline=2, micro_batch=4),
+]
+
+
+@lru_cache
+def counted(ranks: int) -> dict[tuple[str, bool], Outcome]:
+    plans = [plan for plan in COUNTED if plan.world_size == ranks]
+    cases = {(plan.describe(), filler): (plan, filler) for plan in plans for filler in (False, True)}
+    return run_all(ranks, counts_of_a_step, cases)
+
+
 @pytest.mark.parametrize("filler", [False, True], ids=["", "filler"])
-@pytest.mark.parametrize(
-    "plan",
-    [
-        plan_of(micro_batch=4, recompute="full"),
-        plan_of(replicate=2),
-        plan_of(shard=2, expert=2, micro_batch=2, recompute="full"),
-        plan_of(tensor=2, context=2, expert=2),
-        plan_of(pipeline=2, micro_batch=4),
-    ],
-    ids=Plan.describe,
-)
+@pytest.mark.parametrize("plan", COUNTED, ids=Plan.describe)
 def test_each_token_of_the_global_batch_counts_once(plan: Plan, filler: bool) -> None:
-    for seen in run_ranks(plan.world_size, counts_of_a_step, plan, filler):
+    for seen in counted(plan.world_size)[plan.describe(), filler].get():
         assert len(seen) == DIMS.base.layers // plan.pipeline
         assert [sum(counts) for counts in seen] == [BATCH * LENGTH * DIMS.top_k] * len(seen)
 

@@ -22,8 +22,8 @@ from shoal.train.objective import NextToken
 from shoal.train.step import Step
 from shoal.world import World
 from tests.late import LateLane, copy_late
-from tests.parallel.test_axes import by_hand, check, named
-from tests.ranks import run_ranks
+from tests.parallel.test_axes import by_hand, check, named, of_size
+from tests.ranks import Outcome, run_all, run_ranks
 from tests.train import moe_toy
 from tests.train.toy import (
     BATCH,
@@ -38,7 +38,7 @@ from tests.train.toy import (
     whole_weights,
 )
 
-STEPS = 4
+STEPS = 3
 CPU = torch.device("cpu")
 ALL = ["parameters", "optimizer", "activations"]
 PLANS: list[dict[str, Any]] = [
@@ -73,26 +73,19 @@ def make_toys_count() -> None:
     shoal.train.streamed.BUCKET_BYTES = 20_000
 
 
-def run_plans(world: World, plans: list[dict[str, Any]]) -> list[Record]:
+def run_small(world: World, plan: Plan) -> Record:
     make_toys_count()
-    return [
-        run_plan(world, Plan.model_validate(keys), "fp64", OPTIMIZER, STEPS, DEEP)
-        for keys in plans  # one after the other, since starting ranks takes longer than training
-    ]
+    return run_plan(world, plan, "fp64", OPTIMIZER, STEPS, DEEP)
 
 
 @functools.cache
-def all_records(world_size: int) -> list[tuple[dict[str, Any], list[Record]]]:
-    """Records of all plans for so many ranks: (plan, by rank)."""
-    plans = [keys for keys in PLANS if Plan.model_validate(keys).world_size == world_size]
-    by_rank = run_ranks(world_size, run_plans, plans)
-    return list(zip(plans, map(list, zip(*by_rank, strict=True)), strict=True))
+def trained(ranks: int) -> dict[str, Outcome]:
+    return run_all(ranks, run_small, of_size(ranks, PLANS))
 
 
 @pytest.mark.parametrize("keys", PLANS, ids=named)
 def test_every_plan_trains_as_one_process_does(keys: dict[str, Any]) -> None:
-    records = all_records(Plan.model_validate(keys).world_size)
-    check(next(found for plan, found in records if plan == keys), by_hand(DEEP))
+    check(trained(Plan.model_validate(keys).world_size)[named(keys)].get(), by_hand(DEEP))
 
 
 def run_experts(world: World, plans: list[dict[str, Any]]) -> list[moe_toy.Record]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.data.cut import MicroBatch, StepBatch
+from shoal.models.presets import LlamaDims
 from shoal.parallel.apply import parallelize
 from shoal.parallel.recompute import Choice, _Keep, _Reuse, kind_of
 from shoal.plan import Plan
@@ -22,7 +23,7 @@ from shoal.train.objective import NextToken, Supervised
 from shoal.train.optimizer import AdamW
 from shoal.train.step import Step
 from shoal.world import World
-from tests.ranks import run_ranks
+from tests.ranks import Outcome, run_all, run_ranks
 from tests.train import moe_toy
 from tests.train.toy import DEEP, OPTIMIZER, Record, build, global_batch, part_of, run_plan
 
@@ -58,38 +59,47 @@ def counted(world: World, plan: Plan) -> Counter[str]:
     return operators.counts
 
 
+COUNTED: list[tuple[dict[str, Any], int, int]] = [
+    (
+        {"recompute": "full"},
+        FORWARD_MATMULS - DEEP.layers,
+        DEEP.layers,
+    ),  # the last one's result is unused
+    ({"recompute": "selective"}, 0, 0),
+    (
+        {"recompute": "selective", "recompute_keep": ["attention"]},
+        FORWARD_MATMULS - DEEP.layers,
+        0,
+    ),
+    ({"recompute": "selective", "recompute_keep": ["matmul"]}, 0, DEEP.layers),
+    ({"recompute": "selective", "recompute_keep": []}, FORWARD_MATMULS - DEEP.layers, DEEP.layers),
+    (  # of seven, the second, fourth and sixth
+        {"recompute": "selective", "recompute_keep": ["attention", "every_second_matmul"]},
+        3 * DEEP.layers,
+        0,
+    ),
+    ({"recompute": "full", "recompute_every": 2}, (FORWARD_MATMULS - DEEP.layers) // 2, DEEP.layers // 2),
+    ({"recompute": "full", "recompute_every": 3}, 2 * 6, 2),  # blocks 0 and 3
+]
+
+
+@cache
+def counts_alone() -> dict[Plan, Outcome]:
+    plans = [Plan(), *(plan_of(**keys) for keys, _, _ in COUNTED)]
+    return run_all(1, counted, {plan: (plan,) for plan in plans})
+
+
 @pytest.mark.parametrize(
     ("keys", "matmuls", "attentions"),
-    [
-        (
-            {"recompute": "full"},
-            FORWARD_MATMULS - DEEP.layers,
-            DEEP.layers,
-        ),  # the last one's result is unused
-        ({"recompute": "selective"}, 0, 0),
-        (
-            {"recompute": "selective", "recompute_keep": ["attention"]},
-            FORWARD_MATMULS - DEEP.layers,
-            0,
-        ),
-        ({"recompute": "selective", "recompute_keep": ["matmul"]}, 0, DEEP.layers),
-        ({"recompute": "selective", "recompute_keep": []}, FORWARD_MATMULS - DEEP.layers, DEEP.layers),
-        (  # of seven, the second, fourth and sixth
-            {"recompute": "selective", "recompute_keep": ["attention", "every_second_matmul"]},
-            3 * DEEP.layers,
-            0,
-        ),
-        ({"recompute": "full", "recompute_every": 2}, (FORWARD_MATMULS - DEEP.layers) // 2, DEEP.layers // 2),
-        ({"recompute": "full", "recompute_every": 3}, 2 * 6, 2),  # blocks 0 and 3
-    ],
+    COUNTED,
     ids=lambda value: " ".join(f"{v}" for v in value.values()) if isinstance(value, dict) else "",
 )
 def test_a_block_computes_twice_what_it_did_not_keep(
     keys: dict[str, Any], matmuls: int, attentions: int
 ) -> None:
-    once = run_ranks(1, counted, Plan())[0]
+    once = counts_alone()[Plan()].get()[0]
     assert once["matmul"] > FORWARD_MATMULS
-    counts = run_ranks(1, counted, plan_of(**keys))[0]
+    counts = counts_alone()[plan_of(**keys)].get()[0]
     assert counts["matmul"] - once["matmul"] == matmuls
     assert counts["attention"] - once["attention"] == attentions
 
@@ -157,13 +167,30 @@ SELECTIVE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("keys", SELECTIVE.values(), ids=SELECTIVE)
-def test_selective_recompute_changes_no_number(keys: dict[str, Any]) -> None:
-    precision = "bf16" if keys.get("replicate") else "fp64"
+def with_and_without(name: str) -> tuple[Plan, Plan]:
+    keys = SELECTIVE[name]
     plain = plan_of(**{key: value for key, value in keys.items() if not key.startswith("recompute")})
-    right = run_ranks(plain.world_size, run_plan, plain, precision, OPTIMIZER, 3, UNTIED)
-    plan = plain.model_validate({**plain.model_dump(exclude_unset=True), "recompute": "selective", **keys})
-    records = run_ranks(plan.world_size, run_plan, plan, precision, OPTIMIZER, 3, UNTIED)
+    return plain.model_validate(
+        {**plain.model_dump(exclude_unset=True), "recompute": "selective", **keys}
+    ), plain
+
+
+@cache
+def trained(ranks: int) -> dict[tuple[str, str], Outcome]:
+    pairs = {name: with_and_without(name) for name in SELECTIVE}
+    cases: dict[tuple[str, str], tuple[object, ...]] = {
+        (name, plan.recompute): (plan, "bf16" if plan.replicate > 1 else "fp64", OPTIMIZER, 3, UNTIED)
+        for name, pair in pairs.items()
+        for plan in pair
+        if plan.world_size == ranks
+    }
+    return run_all(ranks, run_plan, cases)
+
+
+@pytest.mark.parametrize("name", SELECTIVE)
+def test_selective_recompute_changes_no_number(name: str) -> None:
+    plan, plain = with_and_without(name)
+    records, right = (trained(plan.world_size)[name, p.recompute].get() for p in (plan, plain))
     for record, expected in zip(records, right, strict=True):
         assert record.losses == expected.losses
         assert record.norms == expected.norms
@@ -175,7 +202,8 @@ def test_selective_recompute_changes_no_number(keys: dict[str, Any]) -> None:
 def test_selective_recompute_goes_through_an_exchange_of_experts(keys: dict[str, Any]) -> None:
     plan = plan_of(**keys, expert=2, micro_batch=4)
     again = plan.model_copy(update={"recompute": "selective"})
-    right, found = (run_ranks(p.world_size, moe_toy.train, p) for p in (plan, again))
+    done = run_all(plan.world_size, moe_toy.train, {p.recompute: (p,) for p in (plan, again)})
+    right, found = (done[p.recompute].get() for p in (plan, again))
     for record, expected in zip(found, right, strict=True):
         assert (record.losses, record.norms) == (expected.losses, expected.norms)
         for name, bias in record.biases.items():
@@ -246,7 +274,7 @@ def test_a_kept_result_that_was_changed_in_place_is_refused() -> None:
 # Compiled
 
 
-FEW = UNTIED._replace(layers=2)
+FEW, ONE = (UNTIED._replace(layers=layers) for layers in (2, 1))
 COMPILED: dict[str, dict[str, Any]] = {
     "blocks": {"compile": True, "recompute": "selective", "recompute_every": 2, "tensor": 2},
     "whole, full": {"compile": "model", "recompute": "full", "replicate": 2},
@@ -261,11 +289,11 @@ class Compiled(NamedTuple):
     found: int
 
 
-def run_and_count(world: World, plan: Plan, cache: str = "") -> Compiled:
+def run_and_count(world: World, plan: Plan, dims: LlamaDims = FEW, cache: str = "") -> Compiled:
     if cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     counters.clear()
-    record = run_plan(world, plan, "fp64", OPTIMIZER, 3, FEW)
+    record = run_plan(world, plan, "fp64", OPTIMIZER, 3, dims)
     return Compiled(
         record, counters["stats"]["unique_graphs"], counters["aot_autograd"]["autograd_cache_hit"]
     )
@@ -286,7 +314,7 @@ def test_what_is_compiled_computes_the_same(keys: dict[str, Any]) -> None:
 
 def test_what_was_compiled_is_found_again_by_a_later_process(tmp_path: Path) -> None:
     plan = plan_of(compile="model", recompute="selective", recompute_keep=["attention"])
-    first, second = (run_ranks(1, run_and_count, plan, str(tmp_path), timeout=300)[0] for _ in range(2))
+    first, second = (run_ranks(1, run_and_count, plan, ONE, str(tmp_path), timeout=300)[0] for _ in range(2))
     assert (first.graphs, first.found) == (1, 0)
     assert (second.graphs, second.found) == (1, 1)
     assert second.record.losses == first.record.losses

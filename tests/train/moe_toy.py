@@ -21,7 +21,7 @@ from shoal.world import World
 from tests.models.naive_moe import naive_moe
 from tests.train.toy import BATCH, DEEP, LENGTH, OPTIMIZER, global_batch, part_of, whole_weights
 
-STEPS = 5
+STEPS = 3
 DIMS = MoeDims(
     base=DEEP._replace(layers=2, ffn=12),
     experts=4,
