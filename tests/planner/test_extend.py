@@ -14,8 +14,10 @@ from shoal.cluster import Cluster
 from shoal.models.llama import Llama
 from shoal.plan import Plan
 from shoal.planner import extend as extend_module
+from shoal.planner.cost import costs_of
 from shoal.planner.extend import KEPT, NotPeriodicError, extend, simulate_extended
 from shoal.planner.memory import Memory, memory_of
+from shoal.planner.replay import replay
 from shoal.planner.simulate import simulate
 from shoal.planner.trace import Trace
 from tests.planner.real import DIMS, work
@@ -61,6 +63,11 @@ def test_the_longer_record_is_the_deep_models(keys: dict[str, Any]) -> None:
     right = trace(plan, DEEP)
     assert facts(made, plan) == facts(right, plan)
     assert [size for size in sizes(made) if size[3]] == [size for size in sizes(right) if size[3]]
+    times = [
+        replay({0: found}, costs_of(Cluster.parse(f"{plan.world_size} h100"))) for found in (made, right)
+    ]
+    assert times[0].seconds == pytest.approx(times[1].seconds, rel=1e-3)
+    assert times[0].ranks[0].parts == pytest.approx(times[1].ranks[0].parts, rel=1e-2, abs=1e-6)
 
 
 def facts(found: Trace, plan: Plan) -> dict[str, Any]:
