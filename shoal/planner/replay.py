@@ -248,6 +248,8 @@ class _Rank:
 
     def _kernel(self, launch: Launch) -> None:
         seconds = self.costs.seconds(launch)
+        if not self._on_gpu and not launch.follows:  # the host computes itself, between calling operators
+            seconds += self.costs.host.kernel_s if launch.compiled else self.costs.host.operator_s
         begin = (
             max(self._host, self._streams[launch.stream]) if self._on_gpu else self._streams[launch.stream]
         )
