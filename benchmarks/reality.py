@@ -3,7 +3,8 @@
     python benchmarks/reality.py [--out FILE] [--only TEXT] [--at-once 2]
 
 Reads the result files of this folder, runs `shoal plan JOB WORDS --on ... --json` for each of their rows of Shoal's own, and
-writes every row, good and bad, with its errors; nothing here is fitted. Needs no GPU.
+writes every row, good and bad, with its errors. Needs no GPU. Three factors of the model of time were taken from
+runs that are among them: see docs/planning.md.
 """
 
 from __future__ import annotations

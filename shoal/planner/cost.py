@@ -45,6 +45,10 @@ class Costs:
     """
 
     def __init__(self, cluster: Cluster, profile: Profile, *, shipped: bool = False) -> None:
+        if profile.device not in DEVICES:
+            raise ValueError(
+                f"the profile is of {profile.device!r}, which is no kind of device that is known: {', '.join(DEVICES)}"
+            )
         device, measured = cluster.device, DEVICES[profile.device]
         self.profile, self._cluster = profile, cluster
         self.host: Host = profile.host
@@ -85,7 +89,7 @@ class Costs:
             return self._move(launch.nbytes, follows=launch.follows)
         if launch.kind == "transfer":
             return self.host_copy(launch.nbytes)
-        if launch.kind in ("collective", "send", "receive"):
+        if launch.kind == "collective":
             return self.collective(launch.operator, launch.nbytes, launch.ranks)
         return 0.0
 
@@ -157,18 +161,16 @@ class Costs:
         return max(seconds, self._move(launch.nbytes, follows=True), SHORTEST_S)
 
     def collective(self, kind: str, nbytes: float, ranks: tuple[int, ...]) -> float:
-        """Of a collective among ranks (of a message: to or from one), from when the last of them comes.
+        """Of a collective among ranks (of a message: between two), from when the last of them comes.
 
         Args:
             nbytes: of the whole tensor.
         """
         kind = "send" if kind == "receive" else kind
-        message = kind == "send"
-        count = 2 if message else len(ranks)
-        if count < 2:
+        if len(ranks) < 2:
             return 0.0
-        per_node = self._cluster.devices_per_node
-        nodes = len({rank // per_node for rank in ranks}) if not message else 1
+        nodes = len({rank // self._cluster.devices_per_node for rank in ranks})
+        count = len(ranks)
         if nodes > 1:
             return self._between_nodes(kind, nbytes, count, nodes)
         return self._inside(kind, nbytes, count)

@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shoal.cluster import DEVICES, Device
-
 Curve = tuple[tuple[float, float], ...]
 """(bytes, seconds), by size"""
 
@@ -135,8 +133,3 @@ def interpolate(curve: Sequence[tuple[float, float]], size: float) -> float:
     (low, fast), (high, slow) = curve[at - 1], curve[at]
     share = math.log(size / low) / math.log(high / low)
     return math.exp(math.log(fast) * (1 - share) + math.log(slow) * share)
-
-
-def device_of(profile: Profile) -> Device:
-    """The datasheet of a profile's kind of device."""
-    return DEVICES[profile.device]

@@ -214,7 +214,7 @@ class _Rank:
         begin = self.post.begin(source, target, number)
         if begin is None:
             return None
-        seconds = self.costs.seconds(on)
+        seconds = self._sending(on)
         self._communication += seconds
         self._lanes.communicates(on, begin, begin + seconds)
         self._ended[on] = begin + seconds
@@ -224,13 +224,17 @@ class _Rank:
         other = launch.ranks[0]
         begin = max(self._host, self._streams[launch.stream])
         if other not in self.known:
-            seconds = self.costs.seconds(launch)
+            seconds = self._sending(launch)
             self._ended[launch] = begin + seconds
             self._communication += seconds
             self._lanes.communicates(launch, begin, begin + seconds)
             return
         source, target = (self.rank, other) if launch.kind == "send" else (other, self.rank)
         self._messages[launch] = source, target, self.post.hand_in(source, target, launch.kind, begin)
+
+    def _sending(self, message: Launch) -> float:
+        """Seconds of a message, which are other ones to another node."""
+        return self.costs.collective(message.operator, message.nbytes, (self.rank, message.ranks[0]))
 
     def _collective(self, launch: Launch) -> None:
         seconds = self.costs.seconds(launch)

@@ -153,6 +153,7 @@ def in_order(guesses: Sequence[Guess], memory_bytes: int | None) -> list[Guess]:
     ordered = sorted(guesses, key=rank)
     for each in ordered:
         best.setdefault(each.kind, each)
-    first = sorted(best.values(), key=rank)[: max(4, len(best) // 2)]
+    likely = [each for each in best.values() if not rank(each)[0]]
+    first = sorted(likely, key=rank)[: max(4, len(best) // 2)]
     chosen = {id(each) for each in first}
     return [*first, *(each for each in ordered if id(each) not in chosen)]

@@ -114,3 +114,14 @@ def test_a_profile_of_another_cpu_is_hardly_sure_and_one_of_this_machine_is() ->
     shipped = costs_of(Cluster.parse("2 cpu"))
     own = costs_of(Cluster.parse("2 cpu"), shipped.profile)
     assert shipped.sureness.high > 1 > own.sureness.high and "bench device" in shipped.sureness.why
+
+
+def test_a_message_to_another_node_goes_over_the_network() -> None:
+    here = costs("2x8 h100")
+    inside, between = (here.collective("receive", 2**28, (0, other)) for other in (1, 8))
+    assert between > 2**28 / 50e9 > inside
+
+
+def test_a_profile_of_an_unknown_device_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'tpu'"):
+        costs_of(Cluster.parse("8 h100"), H100.model_copy(update={"device": "tpu"}))

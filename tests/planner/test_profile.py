@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from shoal.cluster import DEVICES
 from shoal.planner.profile import (
     Attention,
     Host,
     Matmul,
     Profile,
-    device_of,
     interpolate,
     read_profile,
 )
@@ -47,10 +45,6 @@ def test_a_profile_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert read == profile()
     assert read.matmuls[0].seconds == 6e-5
     assert (read.beside.computing, read.host_copies) == (1.0, ())  # where nothing was measured
-
-
-def test_the_datasheet_of_a_profile_is_that_of_its_kind() -> None:
-    assert device_of(profile()) == DEVICES["h100"]
 
 
 @pytest.mark.parametrize(

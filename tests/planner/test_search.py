@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import shoal.planner.pool as pool
-import shoal.planner.search as searching
 from shoal.cluster import GIB, Cluster
 from shoal.config import Settings
+from shoal.models.presets import resolve
 from shoal.plan import Plan
 from shoal.planner.candidates import Base, Guess
 from shoal.planner.memory import Fit
@@ -83,7 +83,7 @@ def test_the_best_of_each_kind_comes_first_and_what_hardly_fits_last() -> None:
     fast, slower = each(1.0, shard=8, micro_batch=1), each(1.1, shard=8, micro_batch=2)
     tensor, large = each(3.0, tensor=8), each(0.5, 99.0, replicate=8)
     order = in_order([large, slower, tensor, fast], memory_bytes=10)
-    assert order == [fast, tensor, large, slower] or order == [fast, tensor, slower, large]
+    assert order == [fast, tensor, slower, large]
 
 
 def test_what_guesses_are_scaled_from_is_simulated() -> None:
@@ -91,9 +91,8 @@ def test_what_guesses_are_scaled_from_is_simulated() -> None:
     found = measure_base(settings, Cluster.parse("8 h100"))
     assert found.blocks > 1 and found.parameters > found.blocks * found.block_parameters
     assert found.compute_s > 0 and found.activation_bytes > found.boundary_bytes > 0
-    assert found.boundary_bytes == settings.data.seq_len * 2 * (
-        found.boundary_bytes // settings.data.seq_len // 2
-    )
+    dims = resolve(settings.model)
+    assert found.boundary_bytes == settings.data.seq_len * dims.dim * 2  # one sample in bf16
 
 
 def test_a_real_search_ends_with_a_plan_that_can_be_had() -> None:
@@ -101,4 +100,3 @@ def test_a_real_search_ends_with_a_plan_that_can_be_had() -> None:
     found = search(settings, cluster, measure_base(settings, cluster), most=2)
     assert found.ranked and found.ranked[0].plan.world_size == 2
     assert found.ranked[0].timing.seconds > 0
-    assert searching.MOST >= 2
