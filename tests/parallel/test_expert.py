@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +20,7 @@ from shoal.models.moe_presets import MoeDims
 from shoal.parallel import shard
 from shoal.parallel.apply import parallelize
 from shoal.parallel.collectives import exchange_rows
+from shoal.parallel.expert import _compiled
 from shoal.parallel.initialise import whole_tensor
 from shoal.plan import Plan
 from shoal.world import World
@@ -285,3 +286,23 @@ def test_a_model_that_cannot_share_its_experts_is_refused(
     for text in run_ranks(plan.world_size, refused, model, plan):
         assert f"plan.expert = {plan.expert}" in text
         assert all(word in text for word in words)
+
+
+def test_experts_are_compiled_once_whatever_number_of_rows_they_get() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+    weight = torch.randn(2, 4, 4, dtype=torch.float64, requires_grad=True)
+
+    def forward(x: Tensor, counts: Tensor) -> Tensor:
+        member = (torch.arange(len(x)) >= counts[0]).long()
+        return torch.einsum("nk,nmk->nm", x, weight[member]) if len(x) > 0 else x @ weight.sum(0)
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        run = _compiled(forward)
+    for counts in ([5, 4], [2, 0], [0, 3], [0, 0], [1, 0], [0, 1], [300, 20]):
+        x = torch.randn(sum(counts), 4, dtype=torch.float64)
+        torch.testing.assert_close(run(x, torch.tensor(counts)), forward(x, torch.tensor(counts)))
+    assert len(graphs) == 1
