@@ -63,7 +63,9 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, side: int, first: int) -> None:
         generator = torch.Generator().manual_seed(first)
-        self._pixels = torch.randint(0, 256, (DISTINCT, 3, side, side), dtype=torch.uint8, generator=generator)
+        self._pixels = torch.randint(
+            0, 256, (DISTINCT, 3, side, side), dtype=torch.uint8, generator=generator
+        )
         self._classes = torch.randint(0, CLASSES, (DISTINCT,), generator=generator)
 
     def __len__(self) -> int:

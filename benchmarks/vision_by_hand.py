@@ -61,7 +61,12 @@ def main() -> None:
     if rank == 0:
         step_s = statistics.median(seconds[options.warmup :])
         memory = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
-        found = {"by": options.by, "step_s": step_s, "images_per_s_per_gpu": size / step_s, "loss": loss.item()}
+        found = {
+            "by": options.by,
+            "step_s": step_s,
+            "images_per_s_per_gpu": size / step_s,
+            "loss": loss.item(),
+        }
         print(json.dumps(found | {"allocated_gib": memory}), flush=True)
     dist.destroy_process_group()
 

@@ -114,7 +114,11 @@ class Data(Section):
         False, description="attention does not cross from one document to the next"
     )
     shuffle: bool = Field(True, description="a new order of samples each epoch")
-    workers: int = Field(0, ge=0, description="loader processes a rank, for datasets of your own")
+    workers: int | None = Field(
+        None,
+        ge=0,
+        description="loader processes a rank, for datasets of your own; left out: on GPUs up to 4, as many as there are cores for",
+    )
     sharded: bool = Field(False, description="your iterable dataset already gives each rank its own part")
     options: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments of your own dataset()"

@@ -33,6 +33,7 @@ from shoal.data.user import (
     is_dataset,
     is_iterable,
     loaded,
+    loaders_for,
     map_loader,
     open_user_datasets,
 )
@@ -106,7 +107,7 @@ def batches(
     The samples of a step depend on the seed and the step alone: not on the plan, the world, the loader
     processes, or where the run was resumed. A map-style dataset is read again and again, an iterable ends.
     Text is read ahead in a thread, datasets of the user's own by data.workers loader processes (with 0, in
-    the calling thread, where no deadline can be kept).
+    the calling thread, where no deadline can be kept; left out: see `loaders_for`).
 
     Raises:
         ValueError: the plan does not fit the world or global batch, or the dataset is none or empty.
@@ -132,7 +133,7 @@ def batches(
             f"({type(dataset).__name__}); leave data.sharded out"
         )
     portions = train_portions(cut, job.train.seed, _length(dataset), job.data.shuffle)
-    return _indexed(dataset, job, portions, steps, deadline_s)
+    return _indexed(dataset, job, portions, steps, world, deadline_s)
 
 
 def eval_batches(
@@ -149,7 +150,7 @@ def eval_batches(
         return _stream(dataset, job, plan, cut, world, steps, limit, deadline_s)
     samples = _length(dataset) if limit is None else min(limit, _length(dataset))
     portions = eval_portions(cut, samples, fixed_count=plan.pipeline > 1)
-    return _indexed(dataset, job, portions, range(-(-samples // cut.global_batch)), deadline_s)
+    return _indexed(dataset, job, portions, range(-(-samples // cut.global_batch)), world, deadline_s)
 
 
 def _open_synthetic(data: Data, seed: int) -> Datasets:
@@ -195,13 +196,14 @@ def _length(dataset: Any) -> int:
 
 
 def _indexed(
-    dataset: Any, job: Job, portions: Portions, steps: range, deadline_s: float
+    dataset: Any, job: Job, portions: Portions, steps: range, world: WorldLike, deadline_s: float
 ) -> Generator[StepBatch]:
     if isinstance(dataset, TextDataset):
         return read_ahead(
             lambda step: _read_text(dataset, portions(step), step), steps, deadline_s=deadline_s
         )
-    return _read_user(dataset, job, portions, steps, deadline_s)
+    workers = loaders_for(job.data.workers, getattr(world, "device", None))
+    return _read_user(dataset, job, portions, steps, workers, deadline_s)
 
 
 def _read_text(dataset: TextDataset, portions: tuple[Portion, ...], step: int) -> StepBatch:
@@ -220,9 +222,8 @@ def _read_text(dataset: TextDataset, portions: tuple[Portion, ...], step: int) -
 
 
 def _read_user(
-    dataset: Any, job: Job, portions: Portions, steps: range, deadline_s: float
+    dataset: Any, job: Job, portions: Portions, steps: range, workers: int, deadline_s: float
 ) -> Generator[StepBatch]:
-    workers = job.data.workers
     loader = map_loader(dataset, portions, steps, seed=job.train.seed, workers=workers, deadline_s=deadline_s)
     data = loaded(loader, workers, deadline_s)
     for step in steps:
@@ -242,6 +243,7 @@ def _stream(
     deadline_s: float,
 ) -> Generator[StepBatch]:
     data, key = job.data, f"stream/{job.train.seed}"
+    workers = data.workers or 0  # each reads all of the stream: so none of its own accord
     part = Slice(cut.global_batch, cut.offset, cut.local, cut.size, steps.start, steps.stop, limit)
     if data.sharded:
         _check_sharded(plan, world)
@@ -252,13 +254,13 @@ def _stream(
     loader = DataLoader(
         StreamPart(dataset, part, cut, key),
         batch_size=None,
-        num_workers=data.workers,
+        num_workers=workers,
         collate_fn=_as_it_is,
-        timeout=deadline_s if data.workers else 0,
+        timeout=deadline_s if workers else 0,
         worker_init_fn=begin_loader,
         generator=torch.Generator(),
     )
-    parts = loaded(loader, data.workers, deadline_s)
+    parts = loaded(loader, workers, deadline_s)
     if data.sharded:
         return sharded_steps(parts, cut, world, steps, deadline_s)
     return stream_steps(parts, cut, steps)
@@ -279,7 +281,7 @@ def _check_sharded(plan: Plan, world: WorldLike) -> None:
 
 
 def _warn_of_cost(data: Data, world: WorldLike) -> None:
-    workers = max(1, data.workers)
+    workers = max(1, data.workers or 0)
     if not data.sharded and world.rank == 0 and world.size * workers > 1:
         logger.warning(
             "An iterable dataset has one order and no index, so each of %d ranks x %d loader processes reads "

@@ -16,9 +16,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from shoal.data.cut import Portions
 from shoal.data.prefetch import DataError
 from shoal.imports import call_object, load_object
+from shoal.observe.host import cores
 from shoal.randomness import random_state_kept, seed_random
 
 DEATH_SETTLE_S = 0.2
+MOST_LOADERS = 4  # of a rank that nobody gave a number
 
 Collate = Callable[[list[Any]], Any]
 
@@ -74,6 +76,23 @@ def is_iterable(thing: Any) -> bool:
 def collate_of(dataset: Any) -> Collate:
     """How samples become a micro-batch: the dataset's `collate_fn`, else torch's `default_collate`."""
     return getattr(dataset, "collate_fn", None) or default_collate
+
+
+def loaders_for(said: int | None, device: torch.device | None) -> int:
+    """Loader processes of a rank that reads by index: as said, else what its share of the cores leaves, on GPUs.
+
+    A rank on a CPU computes with its cores, so it has none of its own accord.
+
+    Example:
+        >>> loaders_for(2, None), loaders_for(None, torch.device("cpu"))
+        (2, 0)
+    """
+    if said is not None:
+        return said
+    if device is None or device.type == "cpu":
+        return 0
+    share = int(cores()) // max(1, torch.get_device_module(device).device_count())
+    return max(0, min(MOST_LOADERS, share - 1))
 
 
 class SeededDataset(Dataset[Any]):

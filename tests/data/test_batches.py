@@ -15,6 +15,7 @@ import torch
 from shoal.data.batches import DataError, batches, eval_batches, open_dataset
 from shoal.data.prepare import prepare
 from shoal.data.tokens import NO_LABEL, TokenDataset
+from shoal.data.user import loaders_for
 from shoal.job import Data, Job, Train
 from shoal.plan import Plan
 from tests.data.sources import (
@@ -242,3 +243,14 @@ def test_synthetic_and_own_datasets_need_no_folder() -> None:
     assert (len(own.train), type(own.eval), own.vocab) == (7, Stream, None)
     batch = next(batches(found.train, job(), WORLDS[2], Place(0, 2)))
     assert batch.micro_batches[0].data["tokens"].shape == (2, 8)
+
+
+@pytest.mark.parametrize(("cores", "devices", "loaders"), [(64, 4, 4), (12, 4, 2), (4, 4, 0), (1, 4, 0)])
+def test_a_rank_on_a_gpu_has_as_many_loaders_as_its_share_of_the_cores_leaves(
+    monkeypatch: pytest.MonkeyPatch, cores: int, devices: int, loaders: int
+) -> None:
+    monkeypatch.setattr("shoal.data.user.cores", lambda: float(cores))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    assert loaders_for(None, torch.device("cuda", 1)) == loaders
+    assert loaders_for(1, torch.device("cuda", 1)) == 1
+    assert loaders_for(None, torch.device("cpu")) == 0
