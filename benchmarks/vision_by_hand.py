@@ -1,9 +1,9 @@
-"""The model of `benchmarks/vision.py` trained by plain PyTorch: what `shoal bench step benchmarks/jobs/vit_large.toml` is set beside.
+"""The model of `benchmarks/vision.py` trained by plain PyTorch, beside `shoal bench step benchmarks/jobs/vit_large.toml`.
 
     torchrun --nproc-per-node=4 -m benchmarks.vision_by_hand [--by ddp|fsdp2] [--steps 20] [--warmup 20] [--micro-batch 64]
 
-bf16 (autocast under DDP, mixed precision of FSDP2), the model compiled, fused AdamW, clipping; batches are on the device before the clock
-runs. Rank 0 prints a line of JSON. On CPU ranks a smaller model (`--tiny`) tries it.
+bf16 (autocast under DDP, mixed precision of FSDP2), blocks compiled, fused AdamW, clipping; batches are on the device before
+the clock runs. Rank 0 prints a line of JSON. On CPU ranks a smaller model (`--tiny`) tries it.
 """
 
 from __future__ import annotations
@@ -71,21 +71,27 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def by_ddp(model: nn.Module, device: torch.device) -> nn.Module:
-    """Copies; gradients are reduced in buckets that a compiled backward fills as it goes."""
-    wrapped = DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
-    return torch.compile(wrapped) if device.type == "cuda" else wrapped
+def by_ddp(model: Vit, device: torch.device) -> nn.Module:
+    """Copies of compiled blocks."""
+    compile_blocks(model, device)
+    return DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
 
 
 def by_fsdp2(model: Vit, device: torch.device) -> nn.Module:
-    """Blocks sharded and compiled; gathered parameters are kept until backward, since there is room (ZeRO-2)."""
+    """Compiled blocks, sharded; gathered parameters are kept until backward, since there is room (ZeRO-2)."""
     types = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model.to(device)
+    compile_blocks(model.to(device), device)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=types, reshard_after_forward=False)
+    fully_shard(model, mp_policy=types, reshard_after_forward=False)
+    return model
+
+
+def compile_blocks(model: Vit, device: torch.device) -> None:
+    """On a GPU, one after the other, of equal code."""
     for block in model.blocks:
         if device.type == "cuda":
             block.compile()
-        fully_shard(block, mp_policy=types, reshard_after_forward=False)
-    return fully_shard(model, mp_policy=types, reshard_after_forward=False)
 
 
 def _options() -> argparse.Namespace:

@@ -117,7 +117,7 @@ class Data(Section):
     workers: int | None = Field(
         None,
         ge=0,
-        description="loader processes a rank, for datasets of your own; left out: on GPUs up to 4, as many as there are cores for",
+        description="loader processes a rank, for datasets of your own; left out: up to 4 on GPUs, none on CPUs",
     )
     sharded: bool = Field(False, description="your iterable dataset already gives each rank its own part")
     options: dict[str, Any] = Field(

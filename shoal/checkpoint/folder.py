@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 

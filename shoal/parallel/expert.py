@@ -96,9 +96,8 @@ def _compiled(forward: GroupedForward) -> GroupedForward:
 
     @wraps(forward)
     def run(x: Tensor, counts: Tensor) -> Tensor:
-        if (
-            len(x) < 2
-        ):  # torch compiles 0 and 1 as numbers of their own, in the step in which a rank first has so few
+        # torch compiles 0 and 1 as numbers of their own, in the step in which a rank first gets so few
+        if len(x) < 2:
             return forward(x, counts)
         # else the first number of rows is compiled in, and after that a changing one; torch documents mark_dynamic, which
         # raises where code needs a number
