@@ -27,6 +27,11 @@ class CheckpointPolicy(Section):
     every: int = Field(0, ge=0, description="optimizer steps between checkpoints; 0: only at the end")
     last: bool = Field(True, description="also write one when the run ends")
     keep: int = Field(2, ge=1, description="newest complete checkpoints that are kept")
+    memory_every: int = Field(
+        0,
+        ge=0,
+        description="steps between copies of the state in this machine's memory, for restarts; 0: none",
+    )
 
 
 class RunPolicy(Section):
@@ -46,6 +51,12 @@ class RunPolicy(Section):
     )
     init_method: str = Field("env://", description='"env://", "tcp://host:port" or "file:///path"')
     deadline_s: float = Field(600.0, gt=0, description="longest wait for another rank, seconds")
+    restarts: int = Field(
+        3, ge=0, description="how often in a row a failed run is started again without getting any further"
+    )
+    faults: str = Field(
+        "", description='failures to inject, such as "kill rank=1 step=7; hang rank=0 step=9"'
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads a rank; left out: cores / ranks")
 
 

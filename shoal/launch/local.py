@@ -11,11 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Literal, NamedTuple, Self
+from typing import IO, Literal, NamedTuple, Self
 
 from shoal.config import Settings
 from shoal.launch.failure import End, Scene, behind, read_ends, report
@@ -23,11 +23,17 @@ from shoal.launch.nursery import Event, Order
 from shoal.launch.worker import SAME_STOP_S, TRAIN
 from shoal.observe import host
 from shoal.observe.host import Memory
+from shoal.resilience.faults import STRUCK
+from shoal.resilience.restarts import Failure, Restarts
+from shoal.resilience.snapshot import held
 from shoal.run import Run, read_json_lines, write_whole
 
 SETTLE_S = 2.0  # how long other ranks may take to end by themselves, once one has failed
 STACK_S = 0.3  # how long a rank takes to write its stack on SIGUSR1
 START_S = 120.0  # importing torch from a busy network disk can take a minute
+ENDED_S = (
+    10.0  # until killed ranks have ended; one in a driver's call takes longer, and is left to the kernel
+)
 POLL_S = 0.1
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -48,7 +54,8 @@ def launch(
     The first SIGTERM, SIGINT or SIGHUP asks every rank to finish its step, save and leave; a second one
     kills. If a rank fails, or no rank gets from one phase to the next within `run.deadline_s`, all are
     stopped. Then the report, which begins with the rank that failed first, is on stderr and in
-    `<run>/ranks/failure.txt`; with `quiet` it is not on stderr.
+    `<run>/ranks/failure.txt`; with `quiet` it is not on stderr. And if the run can go on (see `Restarts`) all ranks are
+    started again, and do.
 
     Raises:
         ValueError: fewer than one rank, or the run directory cannot be written.
@@ -62,16 +69,47 @@ def launch(
         raise ValueError(f"ranks = {ranks}: expected at least 1")
     run = Run(Path(settings.run.dir))
     run.create()
-    with run.locked():
-        _clear(run.ranks)
-        order = Order(settings.to_toml(), target, ranks, device, os.getpid())
-        with _requests() as requests, Ranks.start(order) as nursery:
+    with run.locked(), held(ranks if settings.checkpoint.memory_every else 0) as kept:
+        order = Order(settings.to_toml(), target, ranks, device, os.getpid(), tuple(kept))
+        (run.ranks / STRUCK).unlink(missing_ok=True)
+        with _requests() as requests:
+            return _generations(settings, run, order, requests, quiet)
+
+
+def _generations(settings: Settings, run: Run, order: Order, requests: Requests, quiet: bool) -> Outcome:
+    """Start the ranks, and start them again after failures from which a run can go on."""
+    # what else ranks do, such as a benchmark, has nothing that it could go on from
+    restarts = Restarts(settings.run.restarts if order.target == TRAIN else 0)
+    with ExitStack() as stack:
+        nursery = stack.enter_context(Ranks.start(order))
+        while True:
+            _clear(run.ranks)
+            nursery.order(order)
             watch = Watch(run, nursery, requests, settings.run.deadline_s)
-            problem = watch.until_end()
-        if problem is not None:
-            return _failed(run, problem, quiet)
-    step = min(end.step for end in watch.ends())
-    return Outcome("interrupted" if _was_stopped(run, step < settings.train.steps) else "ok", step)
+            scene = watch.until_end()
+            if scene is None:
+                step = min(end.step for end in watch.ends())
+                stopped = _was_stopped(run, step < settings.train.steps)
+                return Outcome("interrupted" if stopped else "ok", step)
+            outcome, failure = _failed(run, scene, quiet)
+            why = "a signal asked it to stop" if requests.count else restarts.refuse(failure)
+            if why is not None:
+                return outcome
+            _say_restart(run, restarts, failure, quiet)
+            if not nursery.wait_until_all_ended(ENDED_S):
+                nursery = stack.enter_context(Ranks.start(order))
+            order = order._replace(settings=_going_on(settings).to_toml())
+
+
+def _going_on(settings: Settings) -> Settings:
+    """The same, for ranks that go on with what the run itself has made."""
+    return settings.model_copy(update={"run": settings.run.model_copy(update={"resume": True})})
+
+
+def _say_restart(run: Run, restarts: Restarts, failure: Failure, quiet: bool) -> None:
+    if not quiet:
+        print(f"restart {restarts.number}, since the run can go on", file=sys.stderr, flush=True)
+    run.event("restart", number=restarts.number, step=failure.done)
 
 
 def _was_stopped(run: Run, unfinished: bool) -> bool:
@@ -86,6 +124,7 @@ class Ranks:
 
     process: subprocess.Popen[str]
     events: int
+    orders: IO[str]
     ranks: int
     pids: dict[int, int] = field(default_factory=dict)
     ended: dict[int, tuple[int | None, float]] = field(default_factory=dict)
@@ -105,9 +144,22 @@ class Ranks:
         )
         os.close(theirs)
         assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin as stdin:
-            stdin.write(json.dumps(order))
-        return cls(process, ours, order.ranks)
+        return cls(process, ours, process.stdin, order.ranks)
+
+    def order(self, order: Order) -> None:
+        """Have the ranks of an order forked; all those of the one before have ended."""
+        self.pids.clear()
+        self.ended.clear()
+        with suppress(BrokenPipeError):  # it is gone, which its events say
+            self.orders.write(json.dumps(order) + "\n")
+            self.orders.flush()
+
+    def wait_until_all_ended(self, seconds: float) -> bool:
+        """Whether all ranks, which were killed, have ended, and the process that forked them has not."""
+        until = time.monotonic() + seconds
+        while self.running and time.monotonic() < until:
+            self.listen(max(0.0, until - time.monotonic()))
+        return not self.lost and not self.running
 
     def __enter__(self) -> Self:
         return self
@@ -117,6 +169,8 @@ class Ranks:
         self.process.kill()
         self.process.wait()
         os.close(self.events)
+        with suppress(BrokenPipeError):
+            self.orders.close()
 
     @property
     def running(self) -> bool:
@@ -279,11 +333,19 @@ def _clear(folder: Path) -> None:
             path.unlink()
 
 
-def _failed(run: Run, scene: Scene, quiet: bool) -> Outcome:
+def _failed(run: Run, scene: Scene, quiet: bool) -> tuple[Outcome, Failure]:
     culprit, text = report(scene, run.ranks)
     if not quiet:
         print(text, file=sys.stderr, flush=True)
     with suppress(OSError):  # such as a full disk, which may be the failure
         write_whole(run.ranks / "failure.txt", text + "\n")
         run.event("fault", rank=culprit.rank, message=culprit.headline)
-    return Outcome("failed", min(end.step for end in scene.ends), text)
+    done = min(end.step for end in scene.ends)
+    raised = any(end.error is not None and end.rank == culprit.rank for end in scene.ends)
+    return Outcome("failed", done, text), Failure(culprit.headline, raised, _begun(run), done)
+
+
+def _begun(run: Run) -> int:
+    """Steps that were done when these ranks began."""
+    starts = [event["step"] for event in read_json_lines(run.events_file) if event["event"] == "start"]
+    return starts[-1] if starts else 0

@@ -1,6 +1,7 @@
 """Between a launcher and its ranks: imports torch once, forks the ranks, and says how each ended.
 
-Run as `python -m shoal.launch.nursery <events fd>`, with an `Order` on its standard input.
+Run as `python -m shoal.launch.nursery <events fd>`, with an `Order` a line on its standard input: the next one is read when
+all ranks of the one before have ended, so that ranks are started again without the seconds that importing takes.
 
 [Note: why not torch's elastic agent] On a failure it blocks for up to 30 s in a SIGTERM to ranks that wait
 in a collective and cannot hear it, gives the exit code of one rank only when ranks are functions, and
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.config import Settings
 from shoal.launch.worker import die_with, run_rank
+from shoal.resilience.snapshot import KEPT
 
 if TYPE_CHECKING:
     from shoal.world import World
@@ -37,13 +39,15 @@ PRELOAD = (
 
 
 class Order(NamedTuple):
-    """What a nursery is to do: settings as TOML, the function of a rank, ranks, device, the launcher."""
+    """What a nursery is to do: settings as TOML, the function of a rank, ranks, device, the launcher's process."""
 
     settings: str
     target: str
     ranks: int
     device: str
     launcher: int
+    kept: tuple[str, ...] = ()
+    """a path a rank, of memory that the launcher holds: see `shoal.resilience.snapshot`"""
 
 
 class Event(NamedTuple):
@@ -56,12 +60,27 @@ class Event(NamedTuple):
 
 
 def main(events: int) -> int:
-    order = Order(*json.loads(sys.stdin.read()))
+    number = 0
+    while line := sys.stdin.readline():
+        order = Order(*json.loads(line))
+        if not number:
+            _begin(order)
+        if (code := _generation(order, events)) is not None:
+            return code  # of a rank
+        number += 1
+    return 0
+
+
+def _begin(order: Order) -> None:
     die_with(order.launcher)
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # whoever signals the whole group reaches the ranks themselves
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _generation(order: Order, events: int) -> int | None:
+    """Fork the ranks of an order and wait for all of them; in a rank, its exit code."""
     settings = Settings.from_toml(order.settings)
     server = _preload(order, settings)
     pids: dict[int, int] = {}
@@ -81,7 +100,7 @@ def main(events: int) -> int:
         pid, status = os.waitpid(-1, 0)
         if pid in pids:
             _tell(events, Event(pids.pop(pid), pid, os.waitstatus_to_exitcode(status), time.time()))
-    return 0
+    return None
 
 
 def _preload(order: Order, settings: Settings) -> socket.socket:
@@ -105,6 +124,8 @@ def _be_rank(order: Order, settings: Settings, rank: int, server: socket.socket)
         "MASTER_PORT": server.getsockname()[1],
     }
     os.environ.update({name: str(value) for name, value in place.items()})
+    if order.kept:
+        os.environ[KEPT] = order.kept[rank]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host
     error = run_rank(settings, order.target, rank, lambda: _open(order, settings, rank, server), order.ranks)
     return 0 if error is None else 1

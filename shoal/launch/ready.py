@@ -28,6 +28,7 @@ from shoal.parallel.initialise import build_on_meta
 from shoal.parallel.spread import require_layout
 from shoal.plan import Plan
 from shoal.planner.choose import Workload, choose_plan, require_even, with_compile
+from shoal.resilience.faults import drawn, parse_faults, require_possible
 from shoal.run import Run
 from shoal.train.objective import as_objective
 from shoal.train.resume import require_same_numbers
@@ -57,6 +58,8 @@ def make_ready(
         settings = with_data(settings, progress)
         plan = complete_plan(settings, cluster)
         check(settings.job, plan, cluster)
+        asked = drawn(parse_faults(settings.run.faults), plan.world_size, settings.train.steps)
+        require_possible(asked, plan.world_size)
         if settings.model.family.startswith(HF):
             check_hugging_face(settings, plan)
         elif (

@@ -19,6 +19,7 @@ from shoal.config import Settings
 from shoal.launch.errors import RankError, RankFiles, describe
 from shoal.observe import host
 from shoal.observe.status import RankStatus
+from shoal.resilience.faults import FaultyStatus, drawn, parse_faults
 from shoal.run import Run
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def run_rank(
     run.create()
     files = RankFiles.of(run.ranks, rank)
     files.clear()
-    status, stop = RankStatus(files.status, rank), StopFlag(patient=patient)
+    status, stop = _status_of(settings, files, rank), StopFlag(patient=patient)
     stop.listen()
     error: RankError | None = None
     with _stacks_on_request(files.stack), _output(files.log, terminal=rank == 0) as log:
@@ -98,6 +99,13 @@ def run_rank(
         except BaseException as raised:
             error = error or _record(raised, status, files, log)
     return error
+
+
+def _status_of(settings: Settings, files: RankFiles, rank: int) -> RankStatus:
+    asked = parse_faults(settings.run.faults)
+    if not asked or settings.plan is None:
+        return RankStatus(files.status, rank)
+    return FaultyStatus(files.status, rank, drawn(asked, settings.plan.world_size, settings.train.steps))
 
 
 def run_worker(settings: Settings, *, device: str = "auto", target: str = TRAIN, patient: bool = True) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from shoal.checkpoint.folder import Checkpoint
 from shoal.checkpoint.store import load, newest, save
 from shoal.config import Settings
 from shoal.data.batches import batches, eval_batches
@@ -77,8 +78,11 @@ def train_steps(training: Training, done: int, stop: StopFlag, pauses: Pauses) -
         unread.append(training.step(batch, stop=stop.requested))
         done = batch.step + 1
         pauses.after_step(done)
-        due_eval, due_save = (_is_due(every, done, steps) for every in _periods(training.settings))
-        stopped = _report(training, unread, clock, leave=int(asynchronous and not due_eval and not due_save))
+        due_eval, due_save, due_copy = (_is_due(every, done, steps) for every in _periods(training.settings))
+        numbers_are_due = not asynchronous or due_eval or due_save or due_copy
+        stopped = _report(training, unread, clock, leave=int(not numbers_are_due))
+        if due_copy:
+            _copy(training, done)
         if stopped:
             break
         if due_eval:
@@ -112,8 +116,8 @@ class Clock:
         self._last, self._before = time.perf_counter(), None
 
 
-def _periods(settings: Settings) -> tuple[int, int]:
-    return settings.train.eval_every, settings.checkpoint.every
+def _periods(settings: Settings) -> tuple[int, int, int]:
+    return settings.train.eval_every, settings.checkpoint.every, settings.checkpoint.memory_every
 
 
 def _is_due(every: int, done: int, steps: int) -> bool:
@@ -148,15 +152,37 @@ def resume(training: Training) -> int:
             training.progress.say(f"left out {entry.path}: {entry.reason}")
         if found is not None:
             require_same_numbers(found, settings.job)
-            training.status.enter("load", found.step)
-            load(found, training.state(), world)
-            done = found.step
+        done = _take_up(training, found)
     elif world.is_main and (aside := run.set_aside()):
         training.progress.say(f"set aside what an earlier run left: {aside}")
     forget_after(run, world.rank, done)
     if world.is_main:
         run.event("start", step=done, world_size=world.size, plan=training.plan.describe())
     return done
+
+
+def _take_up(training: Training, found: Checkpoint | None) -> int:
+    """Load the newer of a checkpoint and what the launcher's memory has; returns the steps that are done. Collective."""
+    on_disk, snapshots = found.step if found else 0, training.snapshots
+    in_memory = snapshots.newest(training.world) if snapshots else None
+    if snapshots and in_memory is not None and in_memory > on_disk:
+        training.status.enter("load", in_memory)
+        snapshots.give_back(in_memory, training.state())
+        return in_memory
+    if snapshots:
+        snapshots.forget()
+    if found:
+        training.status.enter("load", on_disk)
+        load(found, training.state(), training.world)
+    return on_disk
+
+
+def _copy(training: Training, done: int) -> None:
+    """Into the launcher's memory."""
+    assert training.snapshots is not None
+    training.status.enter("copy", done)
+    synchronise_buffers(training.model, training.world)
+    training.snapshots.take(done, training.state())
 
 
 def _report(training: Training, unread: list[StepResult], clock: Clock, *, leave: int) -> bool:

@@ -19,6 +19,7 @@ from shoal.observe.progress import Progress
 from shoal.observe.status import RankStatus
 from shoal.parallel.apply import parallelize
 from shoal.plan import Plan
+from shoal.resilience.snapshot import Snapshots, open_snapshots
 from shoal.run import Run
 from shoal.train.objective import NextToken, Objective, as_objective
 from shoal.train.rates import Rates, rates
@@ -41,6 +42,7 @@ class Training(NamedTuple):
     progress: Progress
     metrics: MetricsWriter
     status: RankStatus
+    snapshots: Snapshots | None
 
     def state(self) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint, by name."""
@@ -84,8 +86,23 @@ def set_up(
     )
     progress = Progress(job.train.steps, shown=world.is_main, every=settings.run.log_every)
     metrics = MetricsWriter(run, world.rank, tensorboard=settings.run.tensorboard)
+    state = model_state(model) | step.state()
+    about = f"{plan.model_dump()}, rank {world.rank}"
+    snapshots = open_snapshots(settings.checkpoint.memory_every, state, about)
     return Training(
-        settings, plan, world, run, model, objective, step, datasets, cost, progress, metrics, status
+        settings,
+        plan,
+        world,
+        run,
+        model,
+        objective,
+        step,
+        datasets,
+        cost,
+        progress,
+        metrics,
+        status,
+        snapshots,
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import multiprocessing
 import os
 import subprocess
@@ -12,11 +10,14 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import cast
+from unittest.mock import patch
 
 from shoal.launch import nursery
 from shoal.launch.local import Ranks
 from shoal.launch.nursery import Order
 from tests.ranks import PRELOAD
+
+BEGIN = nursery._begin
 
 
 class Warm:
@@ -37,14 +38,24 @@ def start(order: Order) -> Ranks:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_nursery, args=(theirs, order, str(Path.cwd())))
+    read, written = context.Pipe(duplex=False)
+    process = context.Process(target=_nursery, args=(theirs, read, str(Path.cwd())))
     process.start()
     theirs.close()
-    return Ranks(cast(subprocess.Popen[str], Warm(process)), os.dup(ours.fileno()), order.ranks)
+    read.close()
+    orders = os.fdopen(os.dup(written.fileno()), "w")
+    return Ranks(cast(subprocess.Popen[str], Warm(process)), os.dup(ours.fileno()), orders, order.ranks)
 
 
-def _nursery(events: Connection, order: Order, folder: str) -> None:
+def _nursery(events: Connection, orders: Connection, folder: str) -> None:
     os.setsid()
     os.chdir(folder)
-    sys.stdin = io.StringIO(json.dumps(order._replace(launcher=os.getppid())))
-    os._exit(nursery.main(events.fileno()))
+    sys.stdin = os.fdopen(os.dup(orders.fileno()))
+    orders.close()
+    with patch.object(nursery, "_begin", _begin):
+        os._exit(nursery.main(events.fileno()))
+
+
+def _begin(order: Order) -> None:
+    """As a nursery's, but the forkserver is its parent, and not the launcher."""
+    BEGIN(order._replace(launcher=os.getppid()))

@@ -1,0 +1,201 @@
+"""Failures on request: `run.faults` says which rank fails how and where, so that people and tests see what a run does about it.
+
+    run.faults="kill rank=1 step=7; hang rank=0 step=9 phase=update; seed=3 count=2"
+
+Each strikes once in a run, also if its step is taken again after a restart.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from shoal.observe.status import RankStatus
+
+STRUCK = "faults.struck"
+"""the file in `ranks/` that lists faults that have struck, by their place in the setting"""
+PHASES = ("data", "forward", "reduce", "update", "eval", "save")
+SLOW_S = 2.0
+
+
+class Fault(NamedTuple):
+    """One failure: of what kind, on which rank, when `step` steps are done and it enters `phase`."""
+
+    kind: str
+    rank: int
+    step: int
+    phase: str = "forward"
+    seconds: float = SLOW_S
+    """of a rank that is slow"""
+
+
+class Seeded(NamedTuple):
+    """Faults that a seed draws, when ranks and steps are known."""
+
+    seed: int
+    count: int
+
+
+def parse_faults(text: str) -> list[Fault | Seeded]:
+    """Faults as `run.faults` writes them, separated by ";".
+
+    Raises:
+        ValueError: naming the part that is not understood and what would be.
+
+    Example:
+        >>> parse_faults("kill rank=1 step=7")
+        [Fault(kind='kill', rank=1, step=7, phase='forward', seconds=2.0)]
+    """
+    return [_parse_one(part) for part in map(str.strip, text.split(";")) if part]
+
+
+def _parse_one(text: str) -> Fault | Seeded:
+    first, *rest = text.split()
+    words = dict(re.fullmatch(r"(\w+)=(\S+)", word).groups() if "=" in word else (word, "") for word in rest)  # type: ignore[union-attr]
+    try:
+        if first.startswith("seed="):
+            return Seeded(int(first.removeprefix("seed=")), int(words.pop("count", "1")))
+        if first not in KINDS:
+            raise ValueError(f"no kind {first!r}; kinds: {', '.join(KINDS)}")
+        fault = Fault(
+            first,
+            int(words.pop("rank")),
+            int(words.pop("step")),
+            words.pop("phase", "forward"),
+            float(words.pop("seconds", SLOW_S)),
+        )
+        if words or fault.phase not in PHASES:
+            raise ValueError(f"{[*words] or fault.phase} is not known; phases: {', '.join(PHASES)}")
+    except (KeyError, ValueError) as error:
+        said = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(
+            f"run.faults: {text!r}: {said}; expected such as 'kill rank=1 step=7 phase=forward' or 'seed=1 count=2'"
+        ) from None
+    return fault
+
+
+def drawn(asked: list[Fault | Seeded], ranks: int, steps: int) -> list[Fault]:
+    """All faults, those that a seed draws among them.
+
+    Example:
+        >>> drawn([Seeded(seed=0, count=1)], ranks=4, steps=10) == drawn([Seeded(seed=0, count=1)], ranks=4, steps=10)
+        True
+    """
+    found: list[Fault] = []
+    for one in asked:
+        if isinstance(one, Fault):
+            found.append(one)
+            continue
+        source = random.Random(one.seed)
+        for _ in range(one.count):
+            kind, phase = source.choice(DRAWN), source.choice(PHASES[:4])
+            found.append(Fault(kind, source.randrange(ranks), source.randrange(steps), phase))
+    return found
+
+
+def require_possible(faults: list[Fault], ranks: int) -> None:
+    """Raises ValueError for a rank that is not there."""
+    for fault in faults:
+        if not 0 <= fault.rank < ranks:
+            raise ValueError(
+                f"run.faults: rank={fault.rank} of a {fault.kind}: this run has ranks 0 to {ranks - 1}"
+            )
+
+
+class FaultyStatus(RankStatus):
+    """A rank's status that strikes when the rank says that it enters the phase of a fault."""
+
+    def __init__(self, path: Path, rank: int, faults: list[Fault]) -> None:
+        self._mine = [(number, fault) for number, fault in enumerate(faults) if fault.rank == rank]
+        self._struck = path.with_name(STRUCK)
+        super().__init__(path, rank)
+
+    def enter(self, phase: str, step: int) -> None:
+        super().enter(phase, step)
+        for number, fault in self._mine:
+            if (fault.phase, fault.step) == (phase, step) and self._is_first_time(number):
+                KINDS[fault.kind](fault)
+
+    def _is_first_time(self, number: int) -> bool:
+        text = self._struck.read_text() if self._struck.exists() else ""
+        with self._struck.open("a") as file:
+            file.write(f"{number}\n")
+        return str(number) not in text.split()
+
+
+def _kill(fault: Fault) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop(fault: Fault) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _crash(fault: Fault) -> None:
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _abort(fault: Fault) -> None:
+    os.abort()
+
+
+def _leave(fault: Fault) -> None:
+    os._exit(7)
+
+
+def _hang(fault: Fault) -> None:
+    while True:
+        time.sleep(3600)
+
+
+def _slow(fault: Fault) -> None:
+    time.sleep(fault.seconds)
+
+
+def _raise(fault: Fault) -> None:
+    raise RuntimeError("a fault of run.faults")
+
+
+def _memory(fault: Fault) -> None:
+    import torch
+
+    raise torch.OutOfMemoryError("a fault of run.faults: out of memory")
+
+
+def _disk(fault: Fault) -> None:
+    raise OSError(28, "a fault of run.faults: no space left on device")
+
+
+def _ask_to_stop(fault: Fault) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _parent(fault: Fault) -> None:
+    """The process that forks the ranks: all of them end with it."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(3600)
+
+
+KINDS: dict[str, Callable[[Fault], None]] = {
+    "kill": _kill,
+    "crash": _crash,
+    "abort": _abort,
+    "exit": _leave,
+    "hang": _hang,
+    "stop": _stop,
+    "slow": _slow,
+    "raise": _raise,
+    "memory": _memory,
+    "disk": _disk,
+    "parent": _parent,
+    "term": _ask_to_stop,
+}
+DRAWN = tuple(kind for kind in KINDS if kind not in ("hang", "stop", "term"))
+"""those that a seed draws: no waiting for a deadline, and no orderly end"""

@@ -1,0 +1,155 @@
+"""A run that fails in one of many ways goes on by itself, and ends with the numbers of a run that nothing disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from shoal.config import Settings, parse
+from shoal.launch.local import Outcome, launch
+from shoal.launch.ready import make_ready
+from shoal.observe.status import read_status
+
+STEPS = 6
+
+
+def settings(folder: Path, faults: str = "", **policy: Any) -> Settings:
+    said = parse(
+        {
+            "model": {
+                "dim": 16,
+                "layers": 2,
+                "heads": 2,
+                "kv_heads": 1,
+                "ffn": 32,
+                "vocab": 300,
+                "tied": True,
+            },
+            "data": {"source": "synthetic", "vocab": 300, "seq_len": 16, "eval_fraction": 0.0},
+            "train": {"steps": STEPS, "global_batch": 4},
+            "plan": {"shard": 2, "micro_batch": 2, "compile": False},
+            "checkpoint": {"memory_every": 1} | policy.pop("checkpoint", {}),
+            "run": {"dir": str(folder), "faults": faults, "deadline_s": 20.0} | policy,
+        },
+        where="test",
+    )
+    return make_ready(said)
+
+
+class Ran(NamedTuple):
+    outcome: Outcome
+    folder: Path
+
+    @property
+    def numbers(self) -> list[tuple[Any, ...]]:
+        """Of every step: what no failure may change."""
+        rows = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
+        return [tuple(row[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")) for row in rows]
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
+
+    def of(self, kind: str, key: str = "step") -> list[Any]:
+        return [event[key] for event in self.events if event["event"] == kind]
+
+
+def ran(folder: Path, faults: str = "", **policy: Any) -> Ran:
+    return Ran(launch(settings(folder, faults, **policy), 2, device="cpu", quiet=True), folder)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    from shoal.launch.local import Ranks
+    from tests.launch.warm import start
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "start", start)
+        return ran(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.mark.usefixtures("warm_nursery")
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "kill rank=1 step=3",
+        "kill rank=0 step=3 phase=update",
+        "exit rank=1 step=2 phase=reduce",
+        "crash rank=0 step=4 phase=data",
+        "raise rank=1 step=3 phase=update",
+        "parent rank=1 step=3",
+    ],
+)
+def test_a_failed_run_goes_on_with_the_same_numbers_and_redoes_one_step_at_most(
+    fault: str, undisturbed: Ran, tmp_path: Path
+) -> None:
+    found = ran(tmp_path, fault)
+    assert found.outcome == Outcome("ok", STEPS)
+    assert found.numbers == undisturbed.numbers
+    step = int(fault.split("step=")[1].split()[0])
+    # a step is redone where the other rank had not copied it yet when it was ended, too
+    assert found.of("start") in ([0, step], [0, step - 1])
+    assert len(found.of("fault", "message")) == len(found.of("restart")) == 1
+
+
+@pytest.mark.usefixtures("warm_nursery")
+def test_without_copies_in_memory_a_run_goes_on_from_its_last_checkpoint(
+    undisturbed: Ran, tmp_path: Path
+) -> None:
+    found = ran(
+        tmp_path, "kill rank=1 step=5; kill rank=0 step=3", checkpoint={"memory_every": 0, "every": 2}
+    )
+    assert found.outcome == Outcome("ok", STEPS)
+    assert found.numbers == undisturbed.numbers
+    assert found.of("start") == [0, 2, 4]
+
+
+@pytest.mark.usefixtures("warm_nursery")
+def test_a_hang_is_found_by_its_deadline_and_the_run_goes_on(undisturbed: Ran, tmp_path: Path) -> None:
+    found = ran(tmp_path, "stop rank=1 step=3", deadline_s=3.0)
+    assert found.outcome == Outcome("ok", STEPS)
+    assert found.numbers == undisturbed.numbers
+    assert found.of("fault", "rank") == [1]
+
+
+@pytest.mark.usefixtures("warm_nursery")
+def test_an_exception_that_comes_again_ends_the_run_with_its_report(tmp_path: Path) -> None:
+    faults = "; ".join(["raise rank=1 step=2"] * 3)
+    found = ran(tmp_path, faults)
+    assert found.outcome.state == "failed"
+    assert found.outcome.report.startswith("rank 1 failed in step 2, phase forward: RuntimeError: a fault of")
+    assert found.of("start") == [0, 2]
+
+
+@pytest.mark.usefixtures("warm_nursery")
+def test_no_run_is_started_again_where_that_is_not_wanted(tmp_path: Path) -> None:
+    found = ran(tmp_path, "kill rank=1 step=2", restarts=0)
+    assert found.outcome.state == "failed"
+    assert found.of("restart") == []
+
+
+@pytest.mark.usefixtures("warm_nursery")
+def test_an_orderly_stop_is_no_failure(tmp_path: Path) -> None:
+    found = ran(tmp_path, "term rank=1 step=2")
+    assert found.outcome.state == "interrupted"
+    assert found.of("restart") == []
+    again = ran(tmp_path)
+    assert again.outcome == Outcome("ok", STEPS)
+
+
+@pytest.mark.usefixtures("warm_nursery")
+def test_memory_and_processes_of_a_run_that_was_started_again_are_gone_with_it(tmp_path: Path) -> None:
+    before = set(Path("/proc/self/fd").iterdir())
+    found = ran(tmp_path, "kill rank=1 step=2; kill rank=0 step=4")
+    assert found.outcome.state == "ok"
+    assert set(Path("/proc/self/fd").iterdir()) <= before
+    ranks = [read_status(path) for path in (tmp_path / "ranks").glob("*.status")]
+    assert len(ranks) == 2
+    for status in ranks:
+        assert status is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(status.pid, 0)

@@ -1,0 +1,112 @@
+"""State in a launcher's memory: whole at any moment, the same on all ranks, and gone with the last process that has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.resilience.snapshot import EMPTY, KEPT, Snapshots, held, open_snapshots
+from shoal.world import World
+from tests.ranks import run_ranks
+
+
+def state(number: float) -> dict[str, Tensor]:
+    number = float(number)  # else tensors are of whole numbers
+    return {
+        "model.weight": torch.full((3, 5), number),
+        "model.turned": torch.arange(6.0).view(2, 3).t() * number,  # not contiguous
+        "optimizer.step": torch.tensor(number),
+        "buffer.load": torch.tensor([int(number)] * 7, dtype=torch.int64),
+        "model.half": torch.full((9,), number, dtype=torch.bfloat16),
+        "model.none": torch.empty(0),
+    }
+
+
+def given_back(snapshots: Snapshots, done: int) -> dict[str, Tensor]:
+    found = state(0.0)
+    snapshots.give_back(done, found)
+    return found
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.equal(other[name]), name
+
+
+def test_the_last_two_states_are_there_bit_for_bit_also_for_another_process_of_the_rank() -> None:
+    with held(1) as (path,):
+        first = Snapshots(path, state(0.0), "plan")
+        for done in (1, 2, 3):
+            first.take(done, state(done))
+        again = Snapshots(path, state(0.0), "plan")
+        assert sorted(again.steps) == [2, 3]
+        assert_equal(given_back(again, 3), state(3))
+        assert_equal(given_back(again, 2), state(2))
+        assert sorted(again.steps) == [EMPTY, 2]  # what comes after is taken again
+
+
+def test_a_state_that_is_half_written_is_not_there_and_the_one_before_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with held(1) as (path,):
+        snapshots = Snapshots(path, state(0.0), "plan")
+        snapshots.take(1, state(1))
+        snapshots.take(2, state(2))
+        parts = iter(range(3))
+
+        def part_or_death(slot: int, *rest: object, part: object = snapshots._part) -> Tensor:
+            if next(parts, None) is None:
+                raise KeyboardInterrupt
+            return part(slot, *rest)  # type: ignore[operator]
+
+        monkeypatch.setattr(snapshots, "_part", part_or_death)
+        with pytest.raises(KeyboardInterrupt):
+            snapshots.take(3, state(3))
+        again = Snapshots(path, state(0.0), "plan")
+        assert sorted(again.steps) == [EMPTY, 2]
+        assert_equal(given_back(again, 2), state(2))
+
+
+def test_states_of_another_plan_or_of_other_shapes_are_not_taken_up() -> None:
+    with held(1) as (path,):
+        Snapshots(path, state(0.0), "plan").take(1, state(1))
+        assert Snapshots(path, state(0.0), "plan").steps.count(1) == 1
+        assert Snapshots(path, state(0.0), "another plan").steps == [EMPTY] * 2
+        Snapshots(path, state(0.0), "plan").take(1, state(1))
+        assert Snapshots(path, {"model.weight": torch.zeros(2)}, "plan").steps == [EMPTY] * 2
+
+
+def test_nothing_is_left_of_it() -> None:
+    with held(2) as paths:
+        Snapshots(paths[1], state(0.0), "plan").take(1, state(1))
+        assert all(Path(path).exists() for path in paths)
+    assert not any(Path(path).exists() for path in paths)
+
+
+def newest_of_all(world: World, paths: list[str], taken: list[list[int]]) -> int | None:
+    snapshots = Snapshots(paths[world.rank], state(0.0), "plan")
+    for done in taken[world.rank]:
+        snapshots.take(done, state(done))
+    return snapshots.newest(world)
+
+
+@pytest.mark.parametrize(
+    ("taken", "newest"),
+    [([[1, 2], [1, 2]], 2), ([[1, 2, 3], [1, 2]], 2), ([[1], []], None), ([[1, 2], [3, 4]], None)],
+)
+def test_ranks_go_on_from_the_newest_state_that_all_of_them_have(
+    taken: list[list[int]], newest: int | None
+) -> None:
+    with held(2) as paths:
+        assert run_ranks(2, newest_of_all, paths, taken) == [newest] * 2
+
+
+def test_a_rank_of_another_launcher_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEPT, raising=False)
+    assert open_snapshots(0, state(0.0), "plan") is None
+    with pytest.raises(ValueError, match=r"memory_every = 5 needs the launcher of `shoal train`"):
+        open_snapshots(5, state(0.0), "plan")
