@@ -178,6 +178,12 @@ def test_a_large_plan_keeps_its_axes(plan: Plan) -> None:
     assert all(getattr(small, axis) > 1 for axis in kept)
 
 
+def test_a_plan_that_loses_an_axis_loses_what_was_said_of_it() -> None:
+    small = shrink_plan(Plan(replicate=2, pipeline=7, schedule="zbv"))
+    assert (small.pipeline, small.schedule) == (1, "1f1b")
+    assert Plan.model_validate(small.model_dump()) == small
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6])
 def test_every_plan_is_each_way_once(ranks: int) -> None:
     plans = list(every_plan(ranks, tied=True))
