@@ -207,7 +207,7 @@ def _with_origin(
     if not makers:
         return where, whole
     last = makers[-1]
-    if not mistake.shown or last.partition("=")[0].strip() != key:
+    if last.partition("=")[0].strip() != key:
         return f"{where} with {' '.join(makers)}", whole
     if "text, in quotes" in text:  # a shell takes away the first pair
         text += f""", such as {key}='"{last.partition("=")[2]}"'"""

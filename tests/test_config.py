@@ -243,7 +243,7 @@ def test_values_that_do_not_go_together_name_both(words: list[str], names: list[
         ("train.seed=x", "the word train.seed=x: expected a whole number"),
         ("run.dir=12", """the word run.dir=12: expected text, in quotes, such as run.dir='"12"'"""),
         ("train.seed.x=3", 'FILE with train.seed.x=3: train.seed = {"x": 3}: expected a whole number'),
-        ("train.stepz=3", "FILE with train.stepz=3: unknown key 'train.stepz'; did you mean 'train.steps'?"),
+        ("train.stepz=3", "the word train.stepz=3: unknown key 'train.stepz'; did you mean 'train.steps'?"),
         ("plan.zero=0", "FILE with plan.zero=0: plan: zero = 0 cuts nothing, but shard = 2"),
         ("optimizer.schedule=wsd", "FILE with optimizer.schedule=wsd: optimizer: "),
         ("plan=3", 'the word plan=3: expected a table or the word "auto"; FILE has plan = {"shard": 2}'),
