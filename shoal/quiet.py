@@ -6,9 +6,18 @@ import logging
 
 
 def quiet_libraries() -> None:
-    """Leave those lines out from now on, in this process; a second call changes nothing."""
+    """Leave out what comes with imports, from now on in this process; a second call changes nothing."""
     logging.getLogger("torchao").addFilter(_says_more_than_missing_kernels)
     logging.getLogger("torch.utils._pytree").addFilter(_says_more_than_torchaos_enums)
+
+
+def quiet_compiled_recompute() -> None:
+    """Leave out the reminder that a compiled block under selective recompute must not work in place, for blocks that do not."""
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_says_more_than_not_in_place)
+
+
+def _says_more_than_not_in_place(record: logging.LogRecord) -> bool:
+    return "Detected that context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
 def _says_more_than_missing_kernels(record: logging.LogRecord) -> bool:

@@ -8,8 +8,12 @@ import subprocess
 import sys
 
 import pytest
+from torch import nn
 
+from shoal.parallel.recompute import recomputed
+from shoal.plan import Plan
 from shoal.quiet import quiet_libraries
+from tests.train.toy import DIMS, build
 
 PYTREE = "torch.utils._pytree"
 ENUM = "%s is an Enum subclass and is now natively supported by torch.compile as an opaque value type."
@@ -38,6 +42,19 @@ def test_enums_of_torchao_are_left_out_and_enums_of_others_are_not() -> None:
     assert not said(PYTREE, ENUM, theirs)
     assert said(PYTREE, ENUM, Ours)
     assert said(PYTREE, "another line of %s", theirs)
+
+
+def test_only_blocks_of_ours_are_known_to_change_nothing_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, logger = Plan(recompute="selective"), logging.getLogger("torch._higher_order_ops.wrap")
+    monkeypatch.setattr(logger, "filters", [])
+    line = "\nDetected that context_fn is passed to torch.utils.checkpoint under torch.compile.\n"
+    reminder = logging.LogRecord(logger.name, logging.WARNING, "", 0, line, (), None)
+    others = logging.LogRecord(logger.name, logging.WARNING, "", 0, "another line", (), None)
+    ours = build(DIMS).blocks[0]
+    for block, is_said in ((nn.Linear(2, 2), True), (ours, False)):
+        recomputed(block.forward, block, plan, compiled=True)
+        assert bool(logger.filter(reminder)) is is_said
+        assert logger.filter(others)
 
 
 def test_a_job_in_float8_imports_its_library_in_silence() -> None:
