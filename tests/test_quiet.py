@@ -11,6 +11,7 @@ import pytest
 from torch import nn
 
 from shoal.parallel.recompute import recomputed
+from shoal.parallel.units import find_units
 from shoal.plan import Plan
 from shoal.quiet import quiet_libraries
 from tests.train.toy import DIMS, build
@@ -50,7 +51,7 @@ def test_only_blocks_of_ours_are_known_to_change_nothing_in_place(monkeypatch: p
     line = "\nDetected that context_fn is passed to torch.utils.checkpoint under torch.compile.\n"
     reminder = logging.LogRecord(logger.name, logging.WARNING, "", 0, line, (), None)
     others = logging.LogRecord(logger.name, logging.WARNING, "", 0, "another line", (), None)
-    ours = build(DIMS).blocks[0]
+    ours = find_units(build(DIMS))[0].module
     for block, is_said in ((nn.Linear(2, 2), True), (ours, False)):
         recomputed(block.forward, block, plan, compiled=True)
         assert bool(logger.filter(reminder)) is is_said
