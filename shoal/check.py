@@ -8,7 +8,7 @@ from shoal.cluster import Cluster
 from shoal.job import FAMILIES, Job
 from shoal.models.moe_presets import MoeDims, resolve_moe
 from shoal.models.presets import LlamaDims, resolve
-from shoal.plan import V_SHAPED, Plan
+from shoal.plan import V_SHAPED, Plan, fewer_stages
 
 
 def check(job: Job, plan: Plan, cluster: Cluster) -> None:
@@ -119,10 +119,9 @@ def _check_decoder(dims: LlamaDims, widths: dict[str, int], job: Job, plan: Plan
             "whole key/value heads, or shares one"
         )
     if plan.stages > dims.layers:
-        most = dims.layers // plan.stages_per_rank
         raise ValueError(
             f"plan.pipeline = {plan.pipeline} makes {plan.stages} stages (plan.schedule = {plan.schedule!r}), more than "
-            f"model.layers = {dims.layers} blocks; use at most {most}"
+            f"model.layers = {dims.layers} blocks; {fewer_stages(plan, dims.layers)}"
         )
     _check_sequence(dims, job, plan)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError
@@ -82,7 +82,8 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Settings:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     if folder:
         table["run"] = {**table.get("run", {}), "dir": str(folder), "resume": True}
-    return parse(apply_overrides(table, overrides), where=str(path))
+    words = tuple(overrides)
+    return parse(apply_overrides(table, words), where=str(path), words=words, before=table)
 
 
 def apply_overrides(table: dict[str, Any], words: Iterable[str]) -> dict[str, Any]:
@@ -123,8 +124,14 @@ def _value(text: str) -> Any:
     return read["value"] if len(read) == 1 else text
 
 
-def parse(table: dict[str, Any], where: str) -> Settings:
+def parse(
+    table: dict[str, Any], where: str, *, words: Sequence[str] = (), before: Mapping[str, Any] | None = None
+) -> Settings:
     """Check a table and make it `Settings`.
+
+    Args:
+        where: the file that it is from.
+        words: those that were applied to it, and what it was `before`: mistakes name the word that makes them.
 
     Raises:
         ConfigError: listing every mistake, each with its key, its value and the nearest right key.
@@ -135,7 +142,11 @@ def parse(table: dict[str, Any], where: str) -> Settings:
         settings = Settings.model_validate(table)
         _ = settings.job  # checks across its tables
     except ValidationError as error:
-        raise ConfigError(f"{where}: " + "\n  ".join(_explain_all(error, table))) from None
+        mistakes = _explain_all(error, table)
+        told = [_with_origin(mistake, where, words, before or {}) for mistake in mistakes]
+        if {origin for origin, _ in told} == {where}:
+            raise ConfigError(f"{where}: " + "\n  ".join(text for _, text in told)) from None
+        raise ConfigError("\n  ".join(f"{origin}: {text}" for origin, text in told)) from None
     return settings
 
 
@@ -154,17 +165,26 @@ _EXPECTED = {
 }
 
 
-def _explain_all(error: ValidationError, table: dict[str, Any]) -> list[str]:
-    """One line for each key that is wrong."""
-    lines: list[str] = []
+class _Mistake(NamedTuple):
+    """What is wrong with the value of a key, or with values together that are under it."""
+
+    key: str
+    text: str
+    shown: str = ""
+    """the value, where it is that of one key alone"""
+
+
+def _explain_all(error: ValidationError, table: dict[str, Any]) -> list[_Mistake]:
+    """One for each key that is wrong."""
+    found: list[_Mistake] = []
     wrong: dict[str, list[str]] = {}
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown key {key!r}{_nearest_key(item['loc'])}")
+            found.append(_Mistake(key, f"unknown key {key!r}{_nearest_key(item['loc'])}"))
         elif item["type"] == "value_error":
-            lines.append(f"{key}: {message}" if key else message)
+            found.append(_Mistake(key, f"{key}: {message}" if key else message))
         else:
             expected = _EXPECTED.get(
                 item["type"], message.replace("Input should", "must").replace("String should", "must")
@@ -173,8 +193,41 @@ def _explain_all(error: ValidationError, table: dict[str, Any]) -> list[str]:
             wrong.setdefault(".".join(str(part) for part in item["loc"][:2]), []).append(expected)
     for key, expected in wrong.items():
         either = " or ".join(dict.fromkeys([*expected, *(['the word "auto"'] if key == "plan" else [])]))
-        lines.append(f"{key} = {_shown(table, key.split('.'))}: {either}")
-    return lines
+        found.append(_Mistake(key, either, _shown(table, key.split("."))))
+    return found
+
+
+def _with_origin(
+    mistake: _Mistake, where: str, words: Sequence[str], before: Mapping[str, Any]
+) -> tuple[str, str]:
+    """Where a mistake comes from, the file or words, and what is told of it."""
+    key, text = mistake.key, mistake.text
+    makers = [word.strip() for word in words if _concerns(word, key)]
+    whole = f"{key} = {mistake.shown}: {text}" if mistake.shown else text
+    if not makers:
+        return where, whole
+    last = makers[-1]
+    if last.partition("=")[0].strip() != key:
+        return f"{where} with {' '.join(makers)}", whole
+    if "text, in quotes" in text:  # a shell takes away the first pair
+        text += f""", such as {key}='"{last.partition("=")[2]}"'"""
+    if (earlier := _earlier(before, key.split("."))) is not None:
+        text += f"; {where} has {key} = {earlier}"
+    return f"the word {last}", text
+
+
+def _concerns(word: str, key: str) -> bool:
+    """Whether a word sets a key, something under it, or the table that it is in."""
+    said = word.partition("=")[0].strip()
+    return not key or f"{said}.".startswith(f"{key}.") or key.startswith(f"{said}.")
+
+
+def _earlier(table: Mapping[str, Any], path: list[str]) -> str | None:
+    """The value that a word replaced, if there was one."""
+    try:
+        return _shown(table, path)
+    except (KeyError, TypeError):
+        return None
 
 
 def _shown(table: Any, path: list[str]) -> str:

@@ -111,6 +111,8 @@ class Plan(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.says_degrees:
+            self._check_idle()
         if self.zero == 0 and self.cut > 1:
             axis = "shard" if self.shard > 1 else "context"
             raise ValueError(
@@ -159,6 +161,34 @@ class Plan(BaseModel):
                 "between its blocks; use compile = true, or a plan with replicate alone"
             )
         return self
+
+    def _check_idle(self) -> None:
+        """Refuse what is said of an axis that is not there: it would be as if nothing had been said."""
+        if self.pipeline == 1 and self.schedule != "1f1b":
+            raise ValueError(
+                f"schedule = {self.schedule!r} is the order of a pipeline's stages, and pipeline = 1; leave it out, or use "
+                "pipeline = 2 or more"
+            )
+        if self.pipeline == 1 and (self.virtual_stages or 1) > 1:
+            raise ValueError(
+                f"virtual_stages = {self.virtual_stages} is of a pipeline's ranks, and pipeline = 1; leave it out, or use "
+                "pipeline = 2 or more"
+            )
+        if self.context == 1 and self.context_by != "ring":
+            raise ValueError(
+                f"context_by = {self.context_by!r} is how ranks that share a sequence attend, and context = 1; leave it out, or "
+                "use context = 2 or more"
+            )
+        # on one device there is nothing to cut for anybody, and a job may be tried there as it is
+        if self.zero and self.world_size > 1 and self.cut == 1 and "parameters" not in self.offload:
+            instead = (
+                f"shard = {self.replicate} in place of replicate"
+                if self.replicate > 1
+                else "shard = 2 or more"
+            )
+            raise ValueError(
+                f"zero = {self.zero} cuts over shard x context = 1 ranks, which is not at all; leave it out, or use {instead}"
+            )
 
     def _check_offload(self) -> None:
         if twice := {word for word in self.offload if self.offload.count(word) > 1}:
@@ -295,6 +325,43 @@ class Plan(BaseModel):
         return text + (
             ", compiled as a whole" if self.compile == "model" else ", compiled" if self.compile else ""
         )
+
+
+def fewer_stages(plan: Plan, blocks: int) -> str:
+    """What to say in place of a pipeline with more stages than a model has blocks.
+
+    Example:
+        >>> fewer_stages(Plan(pipeline=4, schedule="zbv"), 6)
+        'use plan.pipeline=3 or fewer, or plan.schedule=1f1b'
+    """
+    most, each, ways = blocks // plan.stages_per_rank, blocks // plan.pipeline, []
+    if most > 1:
+        ways.append(f"plan.pipeline={most}" + (" or fewer" if most > 2 else ""))
+    if plan.schedule not in _STAGES and each > 1:
+        ways.append(f"plan.virtual_stages={each}")
+    elif plan.stages_per_rank > 1 and blocks > 1:
+        fits = f" with plan.pipeline={blocks}" if each == 0 else ""
+        left_out = "" if plan.virtual_stages is None else ", without plan.virtual_stages"
+        ways.append(f"plan.schedule=1f1b{fits}{left_out}")
+    return f"use {', or '.join(ways)}" if ways else "use plan.pipeline=1 and another axis"
+
+
+_IDLE_WITHOUT = {"schedule": "pipeline", "virtual_stages": "pipeline", "context_by": "context"}
+
+
+def effective(keys: dict[str, Any]) -> dict[str, Any]:
+    """A plan's keys but for those that have no effect with its degrees, as what is kept from another plan may have none.
+
+    Example:
+        >>> effective({"shard": 8, "zero": 2, "schedule": "zbv"})
+        {'shard': 8, 'zero': 2}
+    """
+    cuts = keys.get("shard", 1) * keys.get("context", 1) > 1 or "parameters" in keys.get("offload", ())
+    return {
+        key: value
+        for key, value in keys.items()
+        if (key not in _IDLE_WITHOUT or keys.get(_IDLE_WITHOUT[key], 1) > 1) and (key != "zero" or cuts)
+    }
 
 
 def ordinal(number: int) -> str:

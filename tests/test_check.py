@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.check import check
 from shoal.cluster import Cluster
+from shoal.config import apply_overrides, parse
 from shoal.job import Data, Job, Model, Train
 from shoal.plan import Plan
 
@@ -89,9 +91,40 @@ def test_key_value_heads_are_cut_or_shared_whole() -> None:
 
 def test_a_pipeline_has_no_more_stages_than_blocks() -> None:
     text = refusal(job(preset="5m"), Plan(pipeline=8, micro_batch=1))
-    assert "plan.pipeline = 8" in text and "model.layers = 6" in text and "at most 6" in text
+    assert "plan.pipeline = 8" in text and "model.layers = 6" in text and "plan.pipeline=6 or fewer" in text
     text = refusal(job(preset="5m"), Plan(pipeline=4, schedule="zbv", micro_batch=1), Cluster.parse("4 h100"))
-    assert "8 stages" in text and "at most 3" in text
+    assert "8 stages" in text and "plan.pipeline=3 or fewer, or plan.schedule=1f1b" in text
+
+
+@pytest.mark.parametrize("pipeline", [2, 4, 8])
+@pytest.mark.parametrize("layers", [1, 2, 3, 6])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"schedule": "zbv"},
+        {"schedule": "dualpipev", "virtual_stages": 2},
+        {"schedule": "interleaved_1f1b", "virtual_stages": 4},
+        {"schedule": "looped_bfs"},
+    ],
+)
+def test_what_is_advised_in_place_of_too_many_stages_has_a_stage_for_each_rank_and_fits(
+    keys: dict[str, Any], layers: int, pipeline: int
+) -> None:
+    plan = Plan.model_validate({"pipeline": pipeline, **keys, "micro_batch": 1})
+    if plan.stages <= layers:
+        pytest.skip("it fits")
+    own = job(preset="5m", layers=layers, tied=False)  # V-shaped schedules want ends that are not tied
+    advice = refusal(own, plan, Cluster.parse(f"{pipeline} h100")).rpartition("; use ")[2]
+    for way in advice.replace(" and another axis", "").split(", or "):
+        said = dict(re.findall(r"plan\.(\w+)=(\w+)", way))
+        kept = {} if "without plan.virtual_stages" in way or said == {"pipeline": "1"} else keys
+        table = {"pipeline": pipeline, "micro_batch": 1, **kept}
+        changed = parse(
+            apply_overrides({"plan": table}, [f"plan.{k}={v}" for k, v in said.items()]), "test"
+        ).plan
+        assert changed is not None
+        check(own, changed, Cluster.parse(f"{changed.world_size} h100"))
 
 
 @pytest.mark.parametrize("plan", [Plan(context=8), Plan(context=2, tensor=4), Plan(tensor=8)])

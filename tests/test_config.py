@@ -233,6 +233,44 @@ def test_values_that_do_not_go_together_name_both(words: list[str], names: list[
     assert all(name in text for name in names)
 
 
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        (
+            "train.steps=0",
+            "the word train.steps=0: must be greater than or equal to 1; FILE has train.steps = 5",
+        ),
+        ("train.seed=x", "the word train.seed=x: expected a whole number"),
+        ("run.dir=12", """the word run.dir=12: expected text, in quotes, such as run.dir='"12"'"""),
+        ("train.seed.x=3", 'FILE with train.seed.x=3: train.seed = {"x": 3}: expected a whole number'),
+        ("train.stepz=3", "the word train.stepz=3: unknown key 'train.stepz'; did you mean 'train.steps'?"),
+        ("plan.zero=0", "FILE with plan.zero=0: plan: zero = 0 cuts nothing, but shard = 2"),
+        ("optimizer.schedule=wsd", "FILE with optimizer.schedule=wsd: optimizer: "),
+        ("plan=3", 'the word plan=3: expected a table or the word "auto"; FILE has plan = {"shard": 2}'),
+    ],
+)
+def test_a_mistake_of_a_word_names_the_word_and_what_it_replaces(
+    word: str, told: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("train.steps = 5\nplan.shard = 2\n")
+    with pytest.raises(ConfigError) as caught:
+        load(path, [word, "data.seq_len=64"])  # a word that is right is not named
+    assert str(caught.value).startswith(told.replace("FILE", str(path)))
+    assert "seq_len" not in str(caught.value)
+
+
+def test_mistakes_of_a_file_and_of_words_are_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("train.steps = 0\n")
+    with pytest.raises(ConfigError) as caught:
+        load(path, ["train.seed=-1"])
+    assert str(caught.value).splitlines() == [
+        f"{path}: train.steps = 0: must be greater than or equal to 1",
+        "  the word train.seed=-1: must be greater than or equal to 0",
+    ]
+
+
 def test_every_mistake_of_a_file_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         settings("train.stpes=6", "optimizer.lr=x", "plan.shard=0")

@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shoal.plan import AXES, Plan
+from shoal.plan import AXES, Plan, effective
 
 degrees = st.fixed_dictionaries({axis: st.integers(1, 4) for axis in AXES})
 
@@ -91,12 +91,49 @@ def test_zero_is_3_unless_said_and_0_with_nothing_to_shard(keys: dict[str, Any],
         ({"context": 2, "recompute": "selective", "compile": True}, 'context_by = "all_to_all"'),
         ({"shard": 2, "expert": 2, "recompute": "selective", "compile": True}, 'recompute = "full"'),
         ({"replicas": 2}, "not permitted"),
+        (
+            {"shard": 2, "schedule": "zbv"},
+            "schedule = 'zbv' .* pipeline = 1; leave it out, or use pipeline = 2",
+        ),
+        ({"shard": 2, "virtual_stages": 2}, "virtual_stages = 2 .* pipeline = 1; leave it out"),
+        ({"shard": 2, "context_by": "all_to_all"}, "context_by = 'all_to_all' .* context = 1; leave it out"),
+        ({"replicate": 4, "zero": 2}, "zero = 2 cuts over .* or use shard = 4 in place of replicate"),
+        ({"tensor": 4, "zero": 3}, "zero = 3 cuts over .* leave it out, or use shard = 2 or more"),
     ],
 )
 def test_an_impossible_plan_is_refused(keys: dict[str, Any], named: str) -> None:
     with pytest.raises(ValidationError, match=named) as caught:
         Plan.model_validate(keys)
     assert len(caught.value.errors()) == 1
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        Plan(shard=2).model_dump(),  # a job file that a run wrote says everything
+        {"schedule": "zbv", "context_by": "all_to_all", "zero": 2},  # for degrees that are not chosen yet
+        {"replicate": 1, "zero": 2},
+        {"replicate": 2, "zero": 0},
+        {"tensor": 2, "zero": 1, "offload": ["parameters"]},
+        {"shard": 2, "virtual_stages": 1},
+    ],
+)
+def test_what_is_so_anyway_may_be_said(keys: dict[str, Any]) -> None:
+    Plan.model_validate(keys)
+
+
+def test_parts_kept_from_another_plan_are_left_out_where_they_have_no_effect() -> None:
+    parts = {
+        "schedule": "gpipe",
+        "virtual_stages": 1,
+        "context_by": "all_to_all",
+        "zero": 1,
+        "compile": False,
+    }
+    assert effective({"replicate": 2, **parts}) == {"replicate": 2, "compile": False}
+    for degrees in ({"pipeline": 2, "context": 2}, {"pipeline": 2, "context": 2, "shard": 2}):
+        assert effective(degrees | parts) == degrees | parts
+    assert effective({"tensor": 2, "zero": 1, "offload": ("parameters",)})["zero"] == 1
 
 
 @pytest.mark.parametrize(

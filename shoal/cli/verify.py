@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from shoal.config import Settings
     from shoal.plan import Plan
+    from shoal.verify.compare import Comparison
     from shoal.verify.run import Verdict
 
 
@@ -75,10 +76,19 @@ def _tell(console: Console, verdict: Verdict) -> None:
         what = "refused" if verdict.refused else "FAILED"
         console.print(f"{what:<10} {name}\n           {verdict.problem}", markup=False)
         return
-    errors = f"loss {found.loss:.0e}  norm {found.norm:.0e}  gradients {found.gradient:.0e}  weights {found.weights:.0e}"
-    console.print(f"{'same' if found.same else 'DIFFERENT':<10} {errors}  {name}", markup=False)
+    console.print(f"{'same' if found.same else 'DIFFERENT':<10} {_errors(found)}  {name}", markup=False)
+    if verdict.sharper is not None:
+        console.print(f"{'  in fp32':<10} {_errors(verdict.sharper)}", markup=False)
     if found.first is not None:
         console.print(f"           first: {found.first.describe()}", markup=False)
+
+
+def _errors(found: Comparison) -> str:
+    """Each error with what is allowed behind it."""
+    names = ("loss", "norm", "gradients", "weights")
+    errors = (found.loss, found.norm, found.gradient, found.weights)
+    each = zip(names, errors, found.allowed, strict=True)
+    return "  ".join(f"{name} {error:.0e} ({allowed:.0e})" for name, error, allowed in each)
 
 
 def _tell_if_the_job_refuses(console: Console, settings: Settings, plan: Plan) -> None:
@@ -107,6 +117,11 @@ def _as_json(verdict: Verdict) -> dict[str, object]:
     table: dict[str, object] = {"plan": verdict.plan.model_dump(), "same": verdict.same}
     if found is None:
         return table | {"problem": verdict.problem, "refused": verdict.refused}
-    errors = {"loss": found.loss, "norm": found.norm, "gradient": found.gradient, "weights": found.weights}
     first = found.first.describe() if found.first else None
-    return table | {"errors": errors, "worst_gradient": found.worst, "first_difference": first}
+    table |= _errors_as_json(found) | {"worst_gradient": found.worst, "first_difference": first}
+    return table | ({"fp32": _errors_as_json(verdict.sharper)} if verdict.sharper is not None else {})
+
+
+def _errors_as_json(found: Comparison) -> dict[str, object]:
+    errors = {"loss": found.loss, "norm": found.norm, "gradient": found.gradient, "weights": found.weights}
+    return {"errors": errors, "allowed": found.allowed._asdict()}

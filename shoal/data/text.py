@@ -19,6 +19,7 @@ from typing import IO, Any, cast
 
 from shoal.data.format import is_prepared
 from shoal.job import Data
+from shoal.quiet import quiet_libraries
 
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 OBJECT_SPEC = re.compile(r"(.*\.py|[A-Za-z_]\w*(\.\w+)*):[A-Za-z_]\w*(\.\w+)*")
@@ -136,6 +137,7 @@ def import_extra(module: str, needed_by: str, extra: str = "hf") -> Any:
     Raises:
         ValueError: it is not installed; names the command that installs it.
     """
+    quiet_libraries()
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 
 from shoal.check import check, check_model
 from shoal.checkpoint.folder import list_checkpoints
@@ -26,7 +27,7 @@ from shoal.models.moe_presets import MoeDims, num_moe_parameters, resolve_moe
 from shoal.models.presets import LlamaDims, num_parameters, resolve
 from shoal.parallel.initialise import build_on_meta
 from shoal.parallel.spread import require_layout
-from shoal.plan import Plan
+from shoal.plan import Plan, effective
 from shoal.planner.choose import Workload, choose_plan, require_even, with_compile
 from shoal.resilience.faults import drawn, parse_faults, require_possible
 from shoal.run import Run
@@ -85,6 +86,7 @@ def check_early(settings: Settings, cluster: Cluster) -> None:
     if plan is not None and plan.says_degrees:
         check(settings.job, plan, cluster)
     else:
+        _with_parts(Plan(replicate=cluster.num_devices), plan)
         require_even(settings.train, cluster)
         check_model(settings.job)
 
@@ -156,8 +158,24 @@ def complete_plan(settings: Settings, cluster: Cluster) -> Plan:
     if said is not None and said.says_degrees:
         return with_compile(said, workload(settings), cluster) if said.only_copies else said
     chosen = choose_plan(settings.train, workload(settings), cluster, zero=said.zero if said else None)
+    return _with_parts(chosen, said)
+
+
+def _with_parts(chosen: Plan, said: Plan | None) -> Plan:
+    """A chosen plan with the parts that were said.
+
+    Raises:
+        ValueError: they do not go together, such as a schedule with a plan that has no pipeline.
+    """
     kept = said.model_dump(include=said.model_fields_set) if said is not None else {}
-    return Plan.model_validate(chosen.model_dump() | kept)
+    keys = chosen.model_dump() | kept
+    if "zero" not in effective(keys):
+        del keys["zero"]  # it was heeded when degrees were chosen
+    try:
+        return Plan.model_validate(keys)
+    except ValidationError as error:
+        why = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ValueError(f"plan, whose degrees are chosen as {chosen.describe()}: {why}") from None
 
 
 def which_cluster(settings: Settings, ranks: int | None = None) -> Cluster:

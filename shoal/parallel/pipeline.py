@@ -34,7 +34,7 @@ from torch.distributed.pipelining import (
 from shoal.layout import Layout
 from shoal.parallel.layout import modules_named
 from shoal.parallel.recompute import BuffersKept
-from shoal.plan import Plan
+from shoal.plan import Plan, fewer_stages
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 MULTIPLE = {
@@ -266,57 +266,119 @@ def split_blocks(costs: Sequence[float], begin: float, end: float, stages: int) 
     return found[::-1]
 
 
+class _Parts(NamedTuple):
+    """A model, cut into stages."""
+
+    names: list[str]
+    """of the blocks in their container"""
+    blocks: list[nn.Module]
+    ranges: list[range]
+    """the blocks of each stage"""
+    before: dict[str, nn.Module]
+    after: dict[str, nn.Module]
+    tied: list[str]
+
+    def others(self, index: int) -> dict[str, nn.Module]:
+        """By path, what a stage has beside its blocks."""
+        found = dict(self.before) if index == 0 else {}
+        if index == len(self.ranges) - 1:  # a tied parameter keeps the name that it has in the whole model
+            shared = (path for path in self.before if any(name.startswith(f"{path}.") for name in self.tied))
+            found |= self.after | {path: self.before[path] for path in shared}
+        return found
+
+    def modules(self, index: int) -> list[nn.Module]:
+        """All that a stage has."""
+        return [*(self.blocks[i] for i in self.ranges[index]), *self.others(index).values()]
+
+
 def apply_pipeline(
     model: nn.Module, plan: Plan, group: dist.ProcessGroup, device: torch.device, layout: Layout
 ) -> Pipeline:
     """Take out of a model what other ranks have, in place.
 
     Raises:
-        ValueError: the layout names no blocks, there are too few, or tied parameters are on one rank twice.
-        TypeError: the model has no `begin`, `side_inputs` and `end`.
+        ValueError: on all ranks alike, as `require_stages`.
+    """
+    parts = require_stages(model, plan, layout)
+    uses_all = bool(getattr(model, "uses_every_parameter", False))
+    mine, last = stages_of_rank(plan, group.rank()), len(parts.ranges) - 1
+    stages = [
+        Stage(
+            index,
+            [parts.blocks[i] for i in parts.ranges[index]],
+            list(parts.others(index).values()),
+            uses_every_parameter=uses_all,
+        )
+        for index in mine
+    ]
+    kept = {module for stage in stages for module in (*stage.blocks, *stage.others)}
+    for path, module in {**parts.before, **parts.after}.items():
+        if module not in kept:
+            _take_out(model, path)
+    container = model.get_submodule(str(layout.blocks))
+    for name, block in zip(parts.names, parts.blocks, strict=True):
+        if block not in kept:
+            container.register_module(name, Absent())
+    other = dist.get_process_group_ranks(group)[plan.pipeline - 1 if 0 in mine else 0]
+    ties = [Tie(name, other) for name in parts.tied] if mine[0] == 0 or last in mine else []
+    pipeline = Pipeline(model, plan, group, device, stages, parts.blocks, ties)
+    model.forward = pipeline.forward
+    return pipeline
+
+
+def require_stages(model: nn.Module, plan: Plan, layout: Layout) -> _Parts:
+    """How a whole model is cut into a plan's stages; it is not changed.
+
+    Raises:
+        ValueError: the model has no `begin`, `side_inputs` and `end`, or its layout names no blocks; there are fewer blocks than
+            stages, tied parameters on one rank twice, or a rank with nothing to train.
     """
     _require_staged(model, layout)
     container = model.get_submodule(str(layout.blocks))
     names = [name for name, _ in container.named_children()]
     blocks = [container.get_submodule(name) for name in names]
+    if plan.stages > len(blocks):
+        raise ValueError(
+            f"plan.pipeline = {plan.pipeline} makes {plan.stages} stages (plan.schedule = {plan.schedule!r}) for the "
+            f"{len(blocks)} blocks of {type(model).__name__}; {fewer_stages(plan, len(blocks))}"
+        )
     before, after = (modules_named(model, group_of) for group_of in (layout.begin, layout.end))
     ranges = split_blocks(
         [_size(block) for block in blocks],
         0.0,  # a lookup costs next to nothing
         sum(_size(module) for module in after.values()),
-        plan.pipeline * plan.stages_per_rank,
+        plan.stages,
     )
-    tied = _tied(before, after)
-    mine = stages_of_rank(plan, group.rank())
-    last = len(ranges) - 1
-    if tied and last in stages_of_rank(plan, 0):  # told to all ranks alike
+    parts = _Parts(names, blocks, ranges, before, after, _tied(before, after))
+    if parts.tied and len(ranges) - 1 in stages_of_rank(plan, 0):
         raise ValueError(
             f"plan.schedule = {plan.schedule!r} puts the first and last stage on one rank, which this version does not do for "
-            f"tied parameters ({', '.join(tied)}); use another schedule, or a model whose ends are not tied (transformers: "
+            f"tied parameters ({', '.join(parts.tied)}); use another schedule, or a model whose ends are not tied (transformers: "
             "model.options.config.tie_word_embeddings=false)"
         )
-    uses_all = bool(getattr(model, "uses_every_parameter", False))
-    stages = []
-    for index in mine:
-        others = {**(before if index == 0 else {}), **(after if index == last else {})}
-        if index == last:  # a tied parameter keeps the name that it has in the whole model
-            others |= {
-                path: before[path] for path in before if any(name.startswith(f"{path}.") for name in tied)
-            }
-        own = [blocks[i] for i in ranges[index]]
-        stages.append(Stage(index, own, list(others.values()), uses_every_parameter=uses_all))
-    kept = {module for stage in stages for module in (*stage.blocks, *stage.others)}
-    for path, module in {**before, **after}.items():
-        if module not in kept:
-            _take_out(model, path)
-    for name, block in zip(names, blocks, strict=True):
-        if block not in kept:
-            container.register_module(name, Absent())
-    other = dist.get_process_group_ranks(group)[plan.pipeline - 1 if 0 in mine else 0]
-    ties = [Tie(name, other) for name in tied] if mine[0] == 0 or last in mine else []
-    pipeline = Pipeline(model, plan, group, device, stages, blocks, ties)
-    model.forward = pipeline.forward
-    return pipeline
+    _require_trained(parts, plan)
+    return parts
+
+
+def _require_trained(parts: _Parts, plan: Plan) -> None:
+    """Every rank needs something to train: each has an optimizer. A frozen stage on a rank that trains another is fine."""
+    idle = [
+        rank
+        for rank in range(plan.pipeline)
+        if not any(
+            parameter.requires_grad
+            for index in stages_of_rank(plan, rank)
+            for module in parts.modules(index)
+            for parameter in module.parameters()
+        )
+    ]
+    if idle and len(idle) < plan.pipeline:  # with nothing to train at all the optimizer says so
+        held = [parts.names[i] for index in stages_of_rank(plan, idle[0]) for i in parts.ranges[index]]
+        raise ValueError(
+            f"plan.pipeline = {plan.pipeline} leaves rank {idle[0]} of the pipeline blocks {', '.join(held)}, of which every "
+            "parameter is frozen, and each rank needs one to train; use plan.pipeline=1 with other axes, or train a parameter "
+            "of these blocks"
+        )
 
 
 def _require_staged(model: nn.Module, layout: Layout) -> None:

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shoal.parallel.precision import map_tensors, tensors_in
 from shoal.parallel.units import Unit
 from shoal.plan import Kept, Plan
+from shoal.quiet import quiet_compiled_recompute
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """of a block's first run and of its second"""
@@ -52,6 +53,8 @@ def recomputed(
     if plan.recompute == "full":
         contexts = partial(_full, block)
     elif compiled:
+        if type(block).__module__.startswith("shoal."):
+            quiet_compiled_recompute()
         contexts = partial(_selective_compiled, plan.recompute_keep)
         contexts.cache_hash = str(plan.recompute_keep)  # pyrefly: ignore[missing-attribute] - torch's cache on disk asks for it
     else:

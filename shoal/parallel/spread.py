@@ -13,7 +13,7 @@ from shoal.layout import Layout
 from shoal.parallel.context import apply_context, cut_batch
 from shoal.parallel.expert import apply_expert, require_experts
 from shoal.parallel.layout import layout_of, modules_named
-from shoal.parallel.pipeline import Pipeline, apply_pipeline
+from shoal.parallel.pipeline import Pipeline, apply_pipeline, require_stages
 from shoal.parallel.replicate import core
 from shoal.parallel.tensor import apply_tensor, require_divisible
 from shoal.plan import Plan
@@ -59,7 +59,7 @@ def require_layout(model: nn.Module, plan: Plan) -> Layout:
 
     Raises:
         ValueError: it has none, or refuses an axis of the plan, or the tensor degree does not divide what it must, or
-            there are no experts to share.
+            there are no experts to share, or no stages for every rank.
     """
     layout = layout_of(model, plan)
     if layout is None:
@@ -82,6 +82,8 @@ def require_layout(model: nn.Module, plan: Plan) -> Layout:
         require_experts(layout, plan)
     for names in (layout.column, layout.row, layout.region, layout.attention, layout.experts):
         modules_named(model, names)
+    if plan.pipeline > 1 and plan.tensor * plan.expert == 1:  # else its stages are known once it is cut
+        require_stages(model, plan, layout)
     return layout
 
 

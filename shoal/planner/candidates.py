@@ -15,7 +15,7 @@ from shoal.check import check
 from shoal.cluster import Cluster
 from shoal.config import Settings
 from shoal.job import NARROW
-from shoal.plan import Plan
+from shoal.plan import Plan, effective
 from shoal.planner.cost import Costs
 from shoal.planner.memory import CONTEXT_BYTES
 
@@ -75,7 +75,7 @@ def candidates(settings: Settings, cluster: Cluster) -> Iterator[Plan]:
     for keys in _degrees(settings, cluster):
         for more in _parts(settings, keys):
             try:
-                plan = Plan.model_validate({**keys, **more, **kept})
+                plan = Plan.model_validate(effective({**keys, **more, **kept}))
                 check(settings.job, plan, cluster)
             except ValueError:
                 continue

@@ -33,7 +33,8 @@ def choose_plan(train: Train, work: Workload, cluster: Cluster, *, zero: int | N
     """A plan for all devices of a cluster.
 
     Args:
-        zero: the ZeRO stage, if it is said: 0 keeps whole copies, 1 to 3 cut over the devices of a node.
+        zero: the ZeRO stage, if it is said: 0 keeps whole copies, 1 to 3 cut over the devices of a node, or over nodes that have
+            one device each.
 
     Raises:
         ValueError: the global batch cannot be dealt out to the devices; the message says which could.
@@ -70,6 +71,8 @@ def require_even(train: Train, cluster: Cluster) -> None:
 def _with_zero(zero: int, cluster: Cluster) -> Plan:
     if zero == 0 or cluster.num_devices == 1:
         return Plan(replicate=cluster.num_devices)
+    if cluster.devices_per_node == 1:
+        return Plan.model_validate({"shard": cluster.nodes, "zero": zero})
     return Plan.model_validate({"replicate": cluster.nodes, "shard": cluster.devices_per_node, "zero": zero})
 
 

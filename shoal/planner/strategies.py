@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.config import Settings
-from shoal.plan import AXES, Plan
+from shoal.plan import AXES, Plan, effective
 
 MOST_COUNTS = 4  # numbers of devices that are shown: each is as many simulations as there are strategies
 DEGREES = (*AXES, "expert")
@@ -80,7 +80,7 @@ def plan_of(strategy: Strategy, settings: Settings, cluster: Cluster, micro_batc
     keys = {"replicate": 1, **strategy.keys(cluster)}  # at least one degree, so that none is chosen
     if "recompute" in keys:
         base = {key: value for key, value in base.items() if not key.startswith("recompute")}
-    plan = Plan.model_validate(base | keys)
+    plan = Plan.model_validate(effective(base | keys))
     return plan.model_copy(
         update={"micro_batch": _micro_batch(settings.train.global_batch, plan, micro_batch)}
     )
@@ -104,7 +104,7 @@ def words_of(plan: Plan, settings: Settings) -> str:
     for key in Plan.model_fields:
         value = getattr(plan, key)
         if value is None and key in said:  # nothing can be unsaid, so it is said as it is in force
-            value = {"zero": plan.zero_stage or 1, "virtual_stages": plan.stages_per_rank}.get(key)
+            value = {"zero": plan.zero_stage, "virtual_stages": plan.stages_per_rank}.get(key)
         if value is not None and (value != getattr(default, key) or key in said):
             words.append(f"plan.{key}={_word(value)}")
     return (

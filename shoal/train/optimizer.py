@@ -54,7 +54,7 @@ class LocalOptimizer:
         self.settings = settings
         self.parameters = {name: p for name, p in core(model).named_parameters() if p.requires_grad}
         if not self.parameters:
-            raise ValueError(_nothing_to_train(model))
+            raise ValueError("the model has no trainable parameter; set requires_grad on those to be trained")
         self._locals = {name: nn.Parameter(local(p)) for name, p in self.parameters.items()}
         moments, masters = "optimizer" in offload and bool(kinds(settings)), "parameters" in offload
         self._update = (
@@ -146,15 +146,6 @@ class AtOnce:
             if self._settings.name == "adamw":
                 state["step"] = torch.zeros((), dtype=torch.float32, device=part.device)
         return {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
-
-
-def _nothing_to_train(model: nn.Module) -> str:
-    if core(model).__dict__.get("_shoal_roots"):
-        return (
-            "no parameter of this rank's pipeline stages is trained, and a pipeline sends gradients through all of them; use "
-            "plan.pipeline = 1 with other axes, or train a parameter of each stage"
-        )
-    return "the model has no trainable parameter; set requires_grad on those to be trained"
 
 
 def _place(tensor: Tensor) -> tuple[int, int | torch.SymInt]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from shoal.checkpoint.folder import Checkpoint
@@ -21,19 +22,29 @@ def require_same_numbers(checkpoint: Checkpoint, job: Job) -> None:
     """Refuse to go on with another model, other data, another batch or another kind of optimizer.
 
     Raises:
-        ValueError: naming each key with its value then and now.
+        ValueError: naming each key with its value then and now, and what can be done.
     """
     then, now = _flat(checkpoint.manifest["job"]), _flat(job.model_dump(mode="json"))
     other = [
-        f"{key} = {now.get(key)!r}, was {then.get(key)!r}"
+        key
         for key in sorted({*then, *now})
         if then.get(key) != now.get(key) and (key == "optimizer.name" or not key.startswith(FREE))
     ]
     if other:
+        changes = "; ".join(f"{key} was {_said(then, key)} and is now {_said(now, key)}" for key in other)
         raise ValueError(
-            f"{checkpoint.path} is of a run with other numbers: {'; '.join(other)}; choose another run.dir, or "
-            "run.resume=false to begin anew in this one"
+            f"{checkpoint.path} is of another job than this one: {changes}. To go on with that job, give {_these(other)} the "
+            "old value again; to train this one, choose another run.dir, or run.resume=false, which sets aside what is in this "
+            "one"
         )
+
+
+def _these(keys: list[str]) -> str:
+    return keys[0] if len(keys) == 1 else f"these {len(keys)} keys"
+
+
+def _said(flat: dict[str, Any], key: str) -> str:
+    return "left out" if flat.get(key) is None else json.dumps(flat[key])
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

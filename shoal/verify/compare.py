@@ -42,6 +42,15 @@ class Difference(NamedTuple):
         return f"{when}{self.what} is off by {self.error:.1e} (relative), tolerance {self.tolerance:.1e}"
 
 
+class Allowed(NamedTuple):
+    """What those numbers were allowed that were furthest off."""
+
+    loss: float
+    norm: float
+    gradient: float
+    weights: float
+
+
 class Comparison(NamedTuple):
     """What came of a comparison: relative errors against the exact run, and the first difference, if any."""
 
@@ -54,6 +63,8 @@ class Comparison(NamedTuple):
     first: Difference | None
     closest: float = 0.0
     """the largest error as a part of what is allowed: above 1 with a difference"""
+    allowed: Allowed = Allowed(0.0, 0.0, 0.0, 0.0)
+    """beside the four errors"""
 
     @property
     def same(self) -> bool:
@@ -124,11 +135,17 @@ def compare(
         weights,
         next((one for one in judged if one.error > one.tolerance), None),
         max(one.error / one.tolerance for one in judged),
+        Allowed(*(_of_furthest(judged, kind) for kind in ("loss", "gradient norm", "gradient of", "weight"))),
     )
 
 
 def _judge(what: str, step: int, error: float, own: float, allowed: float) -> Difference:
     return Difference(what, step, error, SLACK * (own + allowed))
+
+
+def _of_furthest(judged: list[Difference], kind: str) -> float:
+    """The tolerance of the number of a kind with the largest error."""
+    return max((one for one in judged if one.what.startswith(kind)), key=lambda one: one.error).tolerance
 
 
 def _error(found: Tensor | None, truth: Tensor, scale: float) -> float:

@@ -41,6 +41,8 @@ class Verdict(NamedTuple):
     problem: str = ""
     refused: bool = False
     """the model's structure does not allow the plan, for the reason in `problem`"""
+    sharper: Comparison | None = None
+    """of a job in bf16, fp16 or float8: the same in fp32"""
 
     @property
     def same(self) -> bool:
@@ -100,9 +102,11 @@ def _joined(verdicts: list[Verdict]) -> Verdict:
     for verdict in verdicts:
         if verdict.comparison is None:
             return verdict
-        if verdict.comparison.first is not None and own.comparison is not None:
-            return own._replace(comparison=own.comparison._replace(first=verdict.comparison.first))
-    return own
+    if len(verdicts) == 1 or own.comparison is None or verdicts[1].comparison is None:
+        return own
+    sharper = verdicts[1].comparison
+    first = own.comparison.first or sharper.first
+    return own._replace(comparison=own.comparison._replace(first=first), sharper=sharper)
 
 
 def _launch(tasks: list[Settings], size: int, folder: Path) -> None:

@@ -9,7 +9,7 @@ from shoal.data.text import HF, SourceKind, source_kind
 from shoal.job import FLOAT8, Model, Precision
 from shoal.models.moe_presets import MoeDims, resolve_moe
 from shoal.models.presets import LlamaDims, resolve
-from shoal.plan import AXES, Plan
+from shoal.plan import AXES, Plan, effective
 
 MOST_RANKS = 8
 HEAD_WIDTH = 8
@@ -28,7 +28,8 @@ def shrink_plan(plan: Plan, most: int = MOST_RANKS) -> Plan:
         axis = max(degrees, key=lambda name: (degrees[name] > 2, degrees[name], name == "replicate"))
         degrees[axis] = max(1, _largest_divisor(degrees[axis]))
     smaller = plan.model_copy(update=degrees)
-    return smaller.model_copy(update={"expert": math.gcd(plan.expert, smaller.sharing)})
+    keys = smaller.model_dump() | {"expert": math.gcd(plan.expert, smaller.sharing)}
+    return Plan.model_validate(effective(keys))
 
 
 def _largest_divisor(number: int) -> int:

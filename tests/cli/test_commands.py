@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from shoal.cli import app
 from shoal.config import json_schema, load
 from shoal.launch.local import Outcome
 from shoal.observe.doctor import Finding
-from shoal.verify.compare import Comparison, Difference
+from shoal.plan import Plan
+from shoal.verify.compare import Allowed, Comparison, Difference
 from shoal.verify.run import Verdict
 
 ROOT = Path(__file__).parents[2]
@@ -198,6 +200,8 @@ def test_verify_in_json_names_the_errors(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (found,) = json.loads(done.stdout)
     assert found["same"] and found["plan"]["shard"] == 2 and 0 < found["errors"]["gradient"] < 1e-4
+    assert all(found["errors"][kind] <= found["allowed"][kind] for kind in found["errors"])
+    assert found["errors"].keys() == found["allowed"].keys() and "fp32" not in found
 
 
 @pytest.mark.usefixtures("warm_nursery")
@@ -223,6 +227,30 @@ def test_verify_of_a_difference_exits_with_1(monkeypatch: pytest.MonkeyPatch) ->
         "shoal.verify.run.verify", lambda settings, plans, told, **_: [Verdict(plans[0], comparison)]
     )
     assert shoal("verify", str(JOB), "plan.shard=2").exit_code == 1
+
+
+def test_verify_tells_what_is_allowed_behind_each_error_and_a_narrow_job_in_fp32_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = Comparison(1e-3, 2e-3, 3e-3, "head.weight", 4e-3, None, 0.5, Allowed(5e-2, 6e-2, 7e-2, 8e-2))
+    sharper = own._replace(gradient=1e-6, allowed=Allowed(2e-6, 2e-6, 9e-6, 2e-6))
+    verdict = Verdict(Plan(shard=2), own, sharper=sharper)
+
+    def verify(
+        settings: object, plans: object, told: Callable[[Verdict], None], **_: object
+    ) -> list[Verdict]:
+        told(verdict)
+        return [verdict]
+
+    monkeypatch.setattr("shoal.verify.run.verify", verify)
+    lines = shoal("verify", str(JOB), "plan.shard=2").stdout.splitlines()
+    assert lines[0].startswith(
+        "same       loss 1e-03 (5e-02)  norm 2e-03 (6e-02)  gradients 3e-03 (7e-02)  w"
+    )
+    assert lines[1].startswith("  in fp32  loss 1e-03 (2e-06)") and "gradients 1e-06 (9e-06)" in lines[1]
+    (found,) = json.loads(shoal("verify", str(JOB), "plan.shard=2", "--json").stdout)
+    assert found["allowed"]["weights"] == 8e-2
+    assert found["fp32"]["errors"]["gradient"] == 1e-6 and found["fp32"]["allowed"]["gradient"] == 9e-6
 
 
 def test_prepare_makes_a_folder_that_a_job_can_name(tmp_path: Path) -> None:

@@ -203,7 +203,13 @@ def test_a_zero_stage_that_is_said_is_kept_and_cuts(monkeypatch: pytest.MonkeyPa
     assert (whole.replicate, whole.shard) == (8, 1)
 
 
-@pytest.mark.parametrize("word", ["model.preset=9b", "train.global_batch=7"])
+def test_a_zero_stage_is_heeded_on_nodes_of_one_device_and_means_nothing_on_one() -> None:
+    plan = complete_plan(settings("plan.zero=2"), Cluster.parse("4x1 cpu"))
+    assert (plan.replicate, plan.shard, plan.zero_stage) == (1, 4, 2)
+    assert complete_plan(settings("plan.zero=2"), Cluster.parse("1 cpu")).zero_stage == 0
+
+
+@pytest.mark.parametrize("word", ["model.preset=9b", "train.global_batch=7", "plan.schedule=zbv"])
 def test_a_mistake_is_found_before_data_is_prepared(
     word: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,12 @@ def refusal(world: World, plan: Plan, folder: Path, options: dict[str, Any]) -> 
             {"lora": {"target_modules": ["q_proj", "down_proj"]}},
             ["plan.tensor = 2", "adapted"],
         ),
-        ("llama", "ring", {"config": {"attention_dropout": 0.1}}, ["plan.context = 2", "dropout 0.1"]),
+        (
+            "llama",
+            "ring",
+            {"config": {"attention_dropout": 0.1}},
+            ["plan.context = 2", "dropout 0.1", "model.options.config.attention_dropout=0.0,"],
+        ),
     ],
 )
 def test_what_a_structure_does_not_allow_is_refused_with_the_reason(
@@ -214,6 +220,29 @@ def test_a_plan_that_does_not_fit_is_refused_before_ranks_start(
     with pytest.raises(ValueError, match=r"plan\.") as raised:
         builder_of(str(folder_of("llama")))().check_plan(plan, length)
     assert all(word in str(raised.value) for word in words), raised.value
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "plan"),
+    [
+        ("gpt2", {"attn_pdrop": 0.1, "resid_pdrop": 0.2}, Plan(context=2)),
+        ("gpt_neox", {"attention_dropout": 0.1, "hidden_dropout": 0.2}, Plan(context=2)),
+        ("gpt_neox", {"attention_dropout": 0.1, "hidden_dropout": 0.2, "vocab_size": 53}, Plan(tensor=2)),
+    ],
+)
+def test_dropout_in_the_way_is_named_by_the_familys_own_entries_and_gone_without_them(
+    kind: str, changes: dict[str, Any], plan: Plan
+) -> None:
+    from shoal.config import apply_overrides
+    from shoal.models.huggingface import builder_of
+
+    folder = str(toy.folder_of(kind, **changes))
+    with pytest.raises(ValueError, match=r"drop") as raised:
+        builder_of(folder)().check_plan(plan, 16)
+    words = re.findall(r"model\.options\.config\.\w+=[\d.]+", str(raised.value))
+    options = apply_overrides({}, words)["model"]["options"]
+    assert set(options["config"]) <= set(changes)
+    builder_of(folder, **options)().check_plan(plan, 16)
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole(tmp_path: Path) -> None:

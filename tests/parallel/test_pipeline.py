@@ -16,6 +16,7 @@ from shoal.checkpoint.folder import list_checkpoints
 from shoal.checkpoint.store import load, model_state, save
 from shoal.parallel.apply import parallelize
 from shoal.parallel.pipeline import split_blocks, stages_of_rank
+from shoal.parallel.spread import require_layout
 from shoal.plan import Plan
 from shoal.train.objective import NextToken
 from shoal.train.optimizer import AdamW
@@ -72,6 +73,47 @@ def tied_v(world: World) -> str:
 def test_tied_ends_on_one_rank_are_refused_on_all() -> None:
     for message in run_ranks(2, tied_v):
         assert "'zbv'" in message and "embedding.weight" in message and "not tied" in message
+
+
+def freeze(prefixes: tuple[str, ...]) -> torch.nn.Module:
+    model = build(DEEP._replace(tied=False))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(prefixes))
+    return model
+
+
+FIRST = ("embedding", "blocks.0", "blocks.1")
+LAST = ("blocks.2", "blocks.3", "norm", "head")
+
+
+def train_frozen(world: World, plan: Plan, prefixes: tuple[str, ...]) -> list[float] | str:
+    try:
+        model = parallelize(functools.partial(freeze, prefixes), plan, world, precision="fp64", seed=7)
+    except ValueError as error:
+        return str(error)
+    step = Step(model, NextToken(), AdamW(lr=1e-2), plan, world, precision="fp64")
+    return [step(part_of(global_batch(index), index, plan, world.rank)).loss for index in range(3)]
+
+
+@pytest.mark.parametrize(("frozen", "rank", "blocks"), [(FIRST, 0, "0, 1"), (LAST, 1, "2, 3")])
+@pytest.mark.parametrize("plan", [Plan(pipeline=2, micro_batch=4), Plan(pipeline=2, tensor=2, micro_batch=4)])
+def test_a_rank_with_nothing_to_train_is_refused_on_all(
+    plan: Plan, frozen: tuple[str, ...], rank: int, blocks: str
+) -> None:
+    for message in run_ranks(plan.world_size, train_frozen, plan, frozen):
+        assert f"leaves rank {rank} of the pipeline blocks {blocks}, of which" in message
+
+
+def test_a_rank_with_nothing_to_train_is_found_before_ranks_start() -> None:
+    with pytest.raises(ValueError, match=r"leaves rank 1 of the pipeline blocks 2, 3,.* plan\.pipeline=1"):
+        require_layout(freeze(LAST), Plan(pipeline=2))
+
+
+def test_a_frozen_stage_of_a_rank_that_trains_another_lets_gradients_through() -> None:
+    frozen = ("embedding", "blocks.0", "blocks.3")
+    alone = run_ranks(1, train_frozen, Plan(), frozen)[0]
+    spread = run_ranks(2, train_frozen, Plan(pipeline=2, micro_batch=2, schedule="interleaved_1f1b"), frozen)
+    assert spread[0] == spread[1] == pytest.approx(alone, rel=1e-9) and alone[0] != alone[2]
 
 
 def state_after(world: World, plan: Plan, folder: Path, steps: int) -> dict[str, Tensor]:

@@ -64,6 +64,13 @@ def test_what_is_said_is_kept() -> None:
     assert found and all(plan.tensor == 2 and plan.recompute == "full" for plan in found)
 
 
+def test_what_is_said_of_an_axis_is_kept_where_a_plan_has_it() -> None:
+    found = plans("8 h100", plan={"schedule": "gpipe", "zero": 1})
+    assert {plan.schedule for plan in found if plan.pipeline > 1} == {"gpipe"}
+    assert {plan.zero for plan in found if plan.shard > 1} == {1}
+    assert any(plan.pipeline == 1 for plan in found) and any(plan.replicate == 8 for plan in found)
+
+
 def test_a_batch_that_does_not_divide_has_no_plan_of_samples_alone() -> None:
     assert all(plan.data_degree < 8 for plan in plans("8 h100", train={"global_batch": 4}))
 

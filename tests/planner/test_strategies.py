@@ -50,6 +50,7 @@ SAID: list[dict[str, Any]] = [
         "recompute_keep": ["attention"],
     },
     {"pipeline": 2, "schedule": "zbv", "virtual_stages": 2, "offload": ["optimizer"], "compile": False},
+    {"context": 2, "context_by": "all_to_all", "zero": 3},
 ]
 
 

@@ -15,6 +15,7 @@ from shoal.config import Settings
 from shoal.config import load as load_settings
 from shoal.plan import Plan
 from shoal.run import read_json_lines
+from shoal.train.resume import require_same_numbers
 from shoal.world import World
 from tests.ranks import run_ranks
 from tests.train.test_loop import STEPS, losses, run, settings_for
@@ -33,20 +34,34 @@ def done(finished: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("table", "key"),
+    ("table", "change"),
     [
-        ({"model": {"ffn": 64}}, "model.ffn = 64, was 48"),
-        ({"train": {"seed": 1}}, "train.seed = 1, was 0"),
-        ({"train": {"global_batch": 4}}, "train.global_batch = 4, was 8"),
-        ({"train": {"precision": "bf16"}}, "train.precision = 'bf16', was 'fp32'"),
-        ({"data": {"seq_len": 8}}, "data.seq_len = 8, was 16"),
-        ({"optimizer": {"name": "sgd"}}, "optimizer.name = 'sgd', was 'adamw'"),
+        ({"model": {"ffn": 64}}, "model.ffn was 48 and is now 64"),
+        ({"model": {"preset": "1m"}}, 'model.preset was left out and is now "1m"'),
+        ({"train": {"seed": 1}}, "train.seed was 0 and is now 1"),
+        ({"train": {"precision": "bf16"}}, 'train.precision was "fp32" and is now "bf16"'),
+        ({"data": {"seq_len": 8}}, "data.seq_len was 16 and is now 8"),
+        ({"optimizer": {"name": "sgd"}}, 'optimizer.name was "adamw" and is now "sgd"'),
     ],
 )
-def test_other_numbers_are_refused_by_name(table: dict, key: str, done: Path) -> None:
-    with pytest.raises(ValueError, match="other numbers") as caught:
-        run_ranks(1, run, settings_for(done, Plan(), **table))
-    assert key in str(caught.value)
+def test_another_job_is_refused_by_what_it_changes_with_what_can_be_done(
+    table: dict, change: str, done: Path
+) -> None:
+    last = list_checkpoints(done / "checkpoints")[0][-1]
+    with pytest.raises(ValueError, match="another job than this one") as caught:
+        require_same_numbers(last, settings_for(done, Plan(), **table).job)
+    text = str(caught.value)
+    assert str(last.path) in text and change in text
+    assert f"give {change.partition(' ')[0]} the old value again" in text
+    assert "another run.dir, or run.resume=false" in text
+
+
+def test_a_rank_refuses_another_job_too_and_tells_all_that_changed(done: Path) -> None:
+    tables: dict = {"train": {"global_batch": 4}, "data": {"seq_len": 8}}
+    with pytest.raises(ValueError, match="of another job than this one") as caught:
+        run_ranks(1, run, settings_for(done, Plan(), **tables))
+    assert "data.seq_len was 16 and is now 8; train.global_batch was 8 and is now 4" in str(caught.value)
+    assert "give these 2 keys the old value" in str(caught.value)
 
 
 def test_more_steps_and_another_rate_are_taken_up(done: Path) -> None:

@@ -19,7 +19,7 @@ from shoal.plan import Plan
 from shoal.verify import run
 from shoal.verify.compare import Comparison, Difference, compare, rounding
 from shoal.verify.record import Record
-from shoal.verify.run import every_plan, verify
+from shoal.verify.run import ends_and_experts, every_plan, verify
 from shoal.verify.shrink import MOST_RANKS, STEPS, shrink, shrink_plan
 from tests.ranks import run_ranks
 from tests.verify import faults
@@ -116,6 +116,8 @@ def test_a_job_in_bf16_is_compared_in_fp32_too(monkeypatch: pytest.MonkeyPatch) 
     assert len(seen) == 2 and seen[1] < seen[0] / 100  # the second is the sharper one
     assert verdict.comparison is not None and verdict.comparison.first is not None
     assert not verdict.same
+    assert verdict.sharper is not None  # and what both were allowed is known
+    assert verdict.comparison.allowed.loss > 100 * verdict.sharper.allowed.loss > 0
 
 
 def test_a_plan_that_fails_says_why() -> None:
@@ -178,6 +180,12 @@ def test_a_large_plan_keeps_its_axes(plan: Plan) -> None:
     assert all(getattr(small, axis) > 1 for axis in kept)
 
 
+def test_a_plan_that_loses_an_axis_loses_what_was_said_of_it() -> None:
+    small = shrink_plan(Plan(replicate=2, pipeline=7, schedule="zbv"))
+    assert (small.pipeline, small.schedule) == (1, "1f1b")
+    assert Plan.model_validate(small.model_dump()) == small
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6])
 def test_every_plan_is_each_way_once(ranks: int) -> None:
     plans = list(every_plan(ranks, tied=True))
@@ -186,10 +194,31 @@ def test_every_plan_is_each_way_once(ranks: int) -> None:
     assert not any(plan.schedule in ("zbv", "dualpipev") for plan in plans)
 
 
+def test_plans_of_a_transformers_mixture_share_its_experts_and_compute_what_one_device_does() -> None:
+    pytest.importorskip("transformers")
+    from tests.models import hf_toy
+
+    settings = load(JOB, [f"model={{family = 'hf:{hf_toy.folder_of('mixtral')}'}}"])
+    plans = list(every_plan(2, **ends_and_experts(settings)))
+    assert {plan.expert for plan in plans if plan.shard == 2} == {1, 2}
+    shared = next(plan for plan in plans if plan.expert == 2 and plan.zero == 3 and plan.shard == 2)
+    assert verify(settings, [shared], steps=1)[0].same
+
+
 def test_settings_for_one_device_are_the_same_job() -> None:
     settings, small = shrink(load(JOB), Plan(pipeline=2, shard=2))
     assert isinstance(settings, Settings)
     assert small.micro_batches(settings.train.global_batch)[0] >= small.stages
+
+
+def test_what_is_allowed_is_told_of_the_number_that_is_furthest_off() -> None:
+    def with_error(error: float) -> Record:
+        parts = {"a": torch.tensor([1.0 + error, 0.0]), "b": torch.tensor([1.0, 0.0])}
+        return Record("", [1.0 + error], [1.0], [parts], parts, {})
+
+    found = compare(with_error(0.0), with_error(0.01), with_error(0.02), 1e-3)
+    assert found.same
+    assert found.allowed == pytest.approx((8 * 0.011, 8 * 0.001, 8 * 0.011, 8 * 0.011), rel=1e-4)
 
 
 def test_where_tokens_may_go_to_other_experts_one_devices_largest_error_counts() -> None:

@@ -27,7 +27,7 @@ from shoal.models.huggingface.weights import Part, StoredWeights, is_adapter, pl
 from shoal.models.llama import document_mask
 from shoal.parallel.precision import cast_floats
 from shoal.parallel.spread import require_layout
-from shoal.plan import Plan
+from shoal.plan import Plan, fewer_stages
 
 
 class HuggingFace(nn.Module):
@@ -144,7 +144,8 @@ class HuggingFace(nn.Module):
         blocks, heads = len(self.structure.blocks), self.config.num_attention_heads // plan.tensor
         if plan.stages > blocks:
             raise ValueError(
-                f"plan.pipeline = {plan.pipeline} makes {plan.stages} stages for {blocks} blocks; use fewer"
+                f"plan.pipeline = {plan.pipeline} makes {plan.stages} stages (plan.schedule = {plan.schedule!r}) for {blocks} "
+                f"blocks; {fewer_stages(plan, blocks)}"
             )
         chunks = 2 if plan.context_by == "ring" and plan.context > 1 else 1
         pieces = math.lcm(plan.context * chunks, plan.context * self._sequence_parts)

@@ -204,11 +204,14 @@ def _against_tensor(model: Any, regions: list[Region], *, sequence: bool) -> str
             f"no linear of {name} can be cut: they are fused or adapted, or its configuration has no hints for it; use shard or "
             "replicate"
         )
-    dropped = [
-        path for path, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0
-    ]
+    dropped = {
+        path: module.p
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Dropout) and module.p > 0
+    }
     if dropped and not sequence:
-        return f"{name} drops activations that all ranks hold ({dropped[0]}); set its dropout to 0 in model.options.config"
+        keys = {key: p for key, p in _dropouts(model.config).items() if p in dropped.values()}
+        return f"{name} drops activations that all ranks hold ({next(iter(dropped))}); {_without(keys)}"
     return ""
 
 
@@ -220,13 +223,27 @@ def _against_context(model: Any, structure: Structure, *, ours: bool) -> str:
         return f"{name} attends to windows of {config.sliding_window} tokens; use shard or replicate"
     if getattr(config, "attn_logit_softcapping", None):
         return f"{name} caps the scores of its attention; use shard or replicate"
-    dropout = getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None)
-    if dropout:
-        return f"{name} has dropout {dropout} in its attention; set it to 0 in model.options.config"
+    if dropouts := {key: p for key, p in _dropouts(config).items() if "attention" in key or "attn" in key}:
+        return f"{name} has dropout {max(dropouts.values())} in its attention; {_without(dropouts)}"
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") in ("dynamic", "longrope"):
         return f"the rotary positions of {name} depend on the length that a rank sees; use shard or replicate"
     return ""
+
+
+def _dropouts(config: Any) -> dict[str, float]:
+    """Entries of a configuration that drop something, which every family names in its own way: attn_pdrop, hidden_dropout."""
+    return {
+        key: value
+        for key, value in config.to_dict().items()
+        if "drop" in key and isinstance(value, float) and value > 0
+    }
+
+
+def _without(dropouts: dict[str, float]) -> str:
+    """What to do about dropout."""
+    words = " ".join(f"model.options.config.{key}=0.0" for key in dropouts)
+    return f"use {words}, or shard or replicate" if words else "use shard or replicate"
 
 
 def _against_pipeline(model: Any, structure: Structure) -> str:
