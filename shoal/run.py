@@ -26,7 +26,9 @@ class CheckpointPolicy(Section):
 
     every: int = Field(0, ge=0, description="optimizer steps between checkpoints; 0: only at the end")
     last: bool = Field(True, description="also write one when the run ends")
-    keep: int = Field(2, ge=1, description="newest complete checkpoints that are kept")
+    keep: int = Field(
+        2, ge=2, description="newest complete checkpoints that are kept; 2 at least: one may turn out damaged"
+    )
 
 
 class RunPolicy(Section):

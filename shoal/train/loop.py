@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from shoal.checkpoint.store import load, newest, save
+from shoal.checkpoint.folder import Checkpoint, CheckpointError
+from shoal.checkpoint.store import load_newest, save
 from shoal.config import Settings
 from shoal.data.batches import batches, eval_batches
 from shoal.data.cut import StepBatch
@@ -19,7 +20,7 @@ from shoal.run import Run
 from shoal.train.evaluate import Evaluation, evaluate
 from shoal.train.pauses import Pauses
 from shoal.train.resume import require_same_numbers
-from shoal.train.setup import Training, set_up
+from shoal.train.setup import Training, facts_of, set_up
 from shoal.train.step import StepResult
 from shoal.train.tell import already_done, conclude, introduce
 from shoal.world import World
@@ -84,7 +85,7 @@ def train_steps(training: Training, done: int, stop: StopFlag, pauses: Pauses) -
         if due_eval:
             _evaluate(training, done)
         if due_save:
-            _save(training, done)
+            _save_or_go_on(training, done)
         if due_eval or due_save:
             clock.restart()
         status.enter("data", done)
@@ -134,23 +135,25 @@ def _batches(training: Training, done: int, steps: int) -> Iterator[StepBatch]:
 
 
 def resume(training: Training) -> int:
-    """Load the newest complete checkpoint, if there is one; returns the steps that are done. Collective.
+    """Load the newest checkpoint that is whole, if there is one; returns the steps that are done. Collective.
 
     Raises:
         ValueError: the checkpoint is of a job with other numbers; the message names the keys.
+        CheckpointError: there are checkpoints, and none is whole.
     """
     settings, world, run = training.settings, training.world, training.run
     done = 0
+
+    def accept(found: Checkpoint) -> None:
+        require_same_numbers(found, settings.job)
+        training.status.enter("load", found.step)
+
     if settings.run.resume:
-        found, refused = newest(run.checkpoints, world)
+        found, refused = load_newest(run.checkpoints, training.state, world, accept=accept)
         for entry in refused if world.is_main else []:
             run.event("checkpoint refused", path=str(entry.path), reason=entry.reason)
             training.progress.say(f"left out {entry.path}: {entry.reason}")
-        if found is not None:
-            require_same_numbers(found, settings.job)
-            training.status.enter("load", found.step)
-            load(found, training.state(), world)
-            done = found.step
+        done = found.step if found is not None else 0
     elif world.is_main and (aside := run.set_aside()):
         training.progress.say(f"set aside what an earlier run left: {aside}")
     forget_after(run, world.rank, done)
@@ -222,17 +225,22 @@ def _evaluate(training: Training, done: int) -> Evaluation | None:
     return result
 
 
+def _save_or_go_on(training: Training, done: int) -> None:
+    """Save; if that fails, as on a full disk, the run goes on and may be luckier with the next."""
+    try:
+        _save(training, done)
+    except CheckpointError as error:
+        if training.world.is_main:
+            training.run.event("save failed", step=done, reason=str(error))
+        training.progress.say(f"NOT saved: {error}")
+
+
 def _save(training: Training, done: int) -> None:
     settings, world, run = training.settings, training.world, training.run
     training.status.enter("save", done)
     synchronise_buffers(training.model, world)
     began = time.perf_counter()
-    facts = {
-        "job": settings.job.model_dump(mode="json"),
-        "plan": training.plan.model_dump(),
-        "world_size": world.size,
-        "vocab": training.datasets.vocab,
-    }
+    facts = facts_of(training)
     path = save(run.checkpoints, done, training.state(), facts, world, keep=settings.checkpoint.keep)
     if world.is_main:
         seconds = round(time.perf_counter() - began, 3)
