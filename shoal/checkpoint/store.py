@@ -116,11 +116,14 @@ def _give_up(aside: Path, problem: str, writer: Writer, world: World) -> str:
     """Clear what was written, else it keeps a full disk full; returns what there is to say."""
     if not world.is_main:
         return problem
-    free = shutil.disk_usage(aside.parent).free
+    try:
+        free = _mib(shutil.disk_usage(aside.parent).free)
+    except OSError as error:  # the disk may be gone
+        free = f"an unknown number ({error})"
     shutil.rmtree(aside, ignore_errors=True)
     return (
         f"checkpoint {aside.with_suffix('')} could not be written: {problem}; it needs {_mib(writer.needed_bytes)}, "
-        f"{_mib(free)} were free; earlier checkpoints are untouched"
+        f"{free} were free; earlier checkpoints are untouched"
     )
 
 
