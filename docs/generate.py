@@ -1,4 +1,4 @@
-"""Writes the tables of docs/job.md and docs/models.md from the models that check a job file.
+"""Writes tables of docs/: of job.md and models.md from the models that check a job file, of checkpoints.md from a result file.
 
 python docs/generate.py            # rewrite what is between the marks
 python docs/generate.py --check    # exit 1 if anything would change
@@ -53,6 +53,14 @@ def presets() -> str:
         rows.append(
             f"| `{name}` | {num_parameters(dims):,} | {numbers} | {vocab} | {tied} | {dims.rope_theta:,.0f} |"
         )
+    return "\n".join(rows)
+
+
+def checkpoint_speed() -> str:
+    """What a core saves, loads and checks in a second."""
+    found = json.loads((DOCS.parent / "benchmarks" / "results" / "checkpoints.json").read_text())
+    rows = [f"| {found['mib']:,} MiB, one rank | MB/s of a core |", "| --- | ---: |"]
+    rows += [f"| {name} | {speeds['core_mb_per_s']:,} |" for name, speeds in found["speeds"].items()]
     return "\n".join(rows)
 
 
@@ -129,7 +137,12 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-PARTS: dict[str, Callable[[], str]] = {"keys": keys, "presets": presets, "moe_presets": moe_presets}
+PARTS: dict[str, Callable[[], str]] = {
+    "keys": keys,
+    "presets": presets,
+    "moe_presets": moe_presets,
+    "checkpoint_speed": checkpoint_speed,
+}
 
 
 def generated(text: str) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from shoal.job import Section
 
@@ -26,12 +26,21 @@ class CheckpointPolicy(Section):
 
     every: int = Field(0, ge=0, description="optimizer steps between checkpoints; 0: only at the end")
     last: bool = Field(True, description="also write one when the run ends")
-    keep: int = Field(2, ge=1, description="newest complete checkpoints that are kept")
+    keep: int = Field(2, ge=2, description="newest complete checkpoints that are kept")
     memory_every: int = Field(
         0,
         ge=0,
         description="steps between copies of the state in this machine's memory, for restarts; 0: none",
     )
+
+    @field_validator("keep", mode="before")
+    @classmethod
+    def _keep_two(cls, value: Any) -> Any:
+        if value == 1:
+            raise ValueError(
+                "1 is too few: if the newest turns out damaged, a run goes on from the one before"
+            )
+        return value
 
 
 class RunPolicy(Section):

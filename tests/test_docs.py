@@ -18,7 +18,7 @@ from shoal.plan import Plan
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = ["job.md", "plan.md", "run.md", "models.md"]
+PAGES = ["job.md", "plan.md", "run.md", "models.md", "checkpoints.md"]
 
 
 def snippets(page: str, language: str) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.config import parse
 from shoal.run import Run, append_json, read_json_lines, write_whole
 
 
@@ -147,3 +148,8 @@ def test_ranks_may_create_one_run_directory_at_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: run.create(), range(400)))
     assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "ranks"]
+
+
+def test_one_checkpoint_is_too_few_to_keep_and_the_message_says_why() -> None:
+    with pytest.raises(ValueError, match=r"checkpoint\.keep: 1 is too few: if the newest turns out damaged"):
+        parse({"checkpoint": {"keep": 1}}, "job.toml")

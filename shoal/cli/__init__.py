@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from shoal.cli import bench, doctor, export, plan, prepare, report, sample, schema, train, verify
+from shoal.cli import bench, checkpoint, doctor, export, plan, prepare, report, sample, schema, train, verify
 from shoal.config import ConfigError
 from shoal.version import __version__
 
@@ -19,6 +19,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(bench.app)
+app.add_typer(checkpoint.app)
 app.command("plan")(plan.plan)
 app.command("train")(train.train)
 app.command("verify")(verify.verify)

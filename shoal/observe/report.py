@@ -37,6 +37,7 @@ DETAILS = {
     "start": "world size {world_size}, {plan}",
     "save": "{path}, {seconds} s",
     "step skipped": "loss {loss}, gradient norm {grad_norm}",
+    "save failed": "{reason}",
     "checkpoint refused": "{path}: {reason}",
     "alert": "rank {rank}: {message}",
     "fault": "rank {rank}: {message}",

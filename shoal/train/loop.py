@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from shoal.checkpoint.folder import Checkpoint
-from shoal.checkpoint.store import load, newest, save
+from shoal.checkpoint.folder import Checkpoint, CheckpointError
+from shoal.checkpoint.store import load_newest, newest, save
 from shoal.config import Settings
 from shoal.data.batches import batches, eval_batches
 from shoal.data.cut import StepBatch
@@ -20,7 +20,7 @@ from shoal.run import Run
 from shoal.train.evaluate import Evaluation, evaluate
 from shoal.train.pauses import Pauses
 from shoal.train.resume import require_same_numbers
-from shoal.train.setup import Training, set_up
+from shoal.train.setup import Training, facts_of, set_up
 from shoal.train.step import StepResult
 from shoal.train.tell import already_done, conclude, introduce
 from shoal.world import World
@@ -88,7 +88,7 @@ def train_steps(training: Training, done: int, stop: StopFlag, pauses: Pauses) -
         if due_eval:
             _evaluate(training, done)
         if due_save:
-            _save(training, done)
+            _save_or_go_on(training, done)
         if due_eval or due_save:
             clock.restart()
         status.enter("data", done)
@@ -138,21 +138,17 @@ def _batches(training: Training, done: int, steps: int) -> Iterator[StepBatch]:
 
 
 def resume(training: Training) -> int:
-    """Load the newest complete checkpoint, if there is one; returns the steps that are done. Collective.
+    """Load the newest checkpoint that is whole, if there is one; returns the steps that are done. Collective.
 
     Raises:
         ValueError: the checkpoint is of a job with other numbers; the message names the keys.
+        CheckpointError: there are checkpoints, and none is whole.
     """
     settings, world, run = training.settings, training.world, training.run
     done = 0
     if settings.run.resume:
-        found, refused = newest(run.checkpoints, world)
-        for entry in refused if world.is_main else []:
-            run.event("checkpoint refused", path=str(entry.path), reason=entry.reason)
-            training.progress.say(f"left out {entry.path}: {entry.reason}")
-        if found is not None:
-            require_same_numbers(found, settings.job)
-        done = _take_up(training, found)
+        in_memory = _from_memory(training)
+        done = _from_disk(training) if in_memory is None else in_memory
     elif world.is_main and (aside := run.set_aside()):
         training.progress.say(f"set aside what an earlier run left: {aside}")
     forget_after(run, world.rank, done)
@@ -161,20 +157,34 @@ def resume(training: Training) -> int:
     return done
 
 
-def _take_up(training: Training, found: Checkpoint | None) -> int:
-    """Load the newer of a checkpoint and what the launcher's memory has; returns the steps that are done. Collective."""
-    on_disk, snapshots = found.step if found else 0, training.snapshots
-    in_memory = snapshots.newest(training.world) if snapshots else None
-    if snapshots and in_memory is not None and in_memory > on_disk:
-        training.status.enter("load", in_memory)
-        snapshots.give_back(in_memory, training.state())
-        return in_memory
-    if snapshots:
+def _from_memory(training: Training) -> int | None:
+    """Go on from the launcher's memory if it has a newer state than the disk; returns the steps that are done. Collective."""
+    snapshots = training.snapshots
+    if snapshots is None:
+        return None
+    done = snapshots.newest(training.world)
+    on_disk, _ = newest(training.run.checkpoints, training.world)
+    if done is None or (on_disk is not None and on_disk.step >= done):
         snapshots.forget()
-    if found:
-        training.status.enter("load", on_disk)
-        load(found, training.state(), training.world)
-    return on_disk
+        return None
+    training.status.enter("load", done)
+    snapshots.give_back(done, training.state())
+    return done
+
+
+def _from_disk(training: Training) -> int:
+    """Load the newest checkpoint that is whole; returns the steps that are done."""
+    run, world = training.run, training.world
+
+    def accept(found: Checkpoint) -> None:
+        require_same_numbers(found, training.settings.job)
+        training.status.enter("load", found.step)
+
+    found, refused = load_newest(run.checkpoints, training.state, world, accept=accept)
+    for entry in refused if world.is_main else []:
+        run.event("checkpoint refused", path=str(entry.path), reason=entry.reason)
+        training.progress.say(f"left out {entry.path}: {entry.reason}")
+    return found.step if found is not None else 0
 
 
 def _copy(training: Training, done: int) -> None:
@@ -248,17 +258,22 @@ def _evaluate(training: Training, done: int) -> Evaluation | None:
     return result
 
 
+def _save_or_go_on(training: Training, done: int) -> None:
+    """Save; if that fails, as on a full disk, the run goes on and may be luckier with the next."""
+    try:
+        _save(training, done)
+    except CheckpointError as error:
+        if training.world.is_main:
+            training.run.event("save failed", step=done, reason=str(error))
+        training.progress.say(f"NOT saved: {error}")
+
+
 def _save(training: Training, done: int) -> None:
     settings, world, run = training.settings, training.world, training.run
     training.status.enter("save", done)
     synchronise_buffers(training.model, world)
     began = time.perf_counter()
-    facts = {
-        "job": settings.job.model_dump(mode="json"),
-        "plan": training.plan.model_dump(),
-        "world_size": world.size,
-        "vocab": training.datasets.vocab,
-    }
+    facts = facts_of(training)
     path = save(run.checkpoints, done, training.state(), facts, world, keep=settings.checkpoint.keep)
     if world.is_main:
         seconds = round(time.perf_counter() - began, 3)

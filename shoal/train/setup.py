@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -47,6 +47,16 @@ class Training(NamedTuple):
     def state(self) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint, by name."""
         return model_state(self.model) | self.step.state()
+
+
+def facts_of(training: Training) -> dict[str, Any]:
+    """What a checkpoint's manifest says of what wrote it."""
+    return {
+        "job": training.settings.job.model_dump(mode="json"),
+        "plan": training.plan.model_dump(),
+        "world_size": training.world.size,
+        "vocab": training.datasets.vocab,
+    }
 
 
 def set_up(

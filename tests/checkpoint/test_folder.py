@@ -15,6 +15,7 @@ from shoal.checkpoint.folder import (
     list_checkpoints,
     name_of,
     prune,
+    set_aside,
     start,
 )
 
@@ -44,10 +45,17 @@ def test_checkpoints_are_listed_by_step_and_not_by_time(tmp_path: Path) -> None:
         (lambda path: (path / "COMMIT").unlink(), "COMMIT"),
         (lambda path: (path / "0.bin").write_bytes(b"short"), "0.bin has 5 bytes, expected 100"),
         (lambda path: (path / "0.bin").unlink(), "0.bin is missing"),
-        (lambda path: (path / "manifest.json").write_text("{"), "manifest.json cannot be read"),
+        (
+            lambda path: (path / "manifest.json").write_text("{"),
+            "manifest.json cannot be read: it is damaged",
+        ),
+        (
+            lambda path: (path / "COMMIT").write_text(""),
+            "manifest.json cannot be read: it is damaged, or COMMIT is",
+        ),
         (lambda path: (path / "manifest.json").unlink(), "manifest.json cannot be read"),
     ],
-    ids=["no commit", "cut short", "missing file", "broken manifest", "no manifest"],
+    ids=["no commit", "cut short", "missing file", "broken manifest", "broken commit", "no manifest"],
 )
 def test_a_damaged_newest_checkpoint_is_refused_and_the_one_before_is_found(
     damage: Callable[[Path], object], reason: str, tmp_path: Path
@@ -101,3 +109,25 @@ def test_a_kill_while_a_step_is_replaced_leaves_the_older_one(tmp_path: Path) ->
     assert list_checkpoints(tmp_path)[0][-1].path.name == "step-00000005"
     prune(tmp_path, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+
+
+def test_a_checkpoint_that_was_set_aside_takes_no_place_and_goes_with_the_next(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    set_aside(write(tmp_path, 5))
+    write(tmp_path, 3)
+    prune(tmp_path, keep=2)
+    good, refused = list_checkpoints(tmp_path)
+    assert [found.step for found in good] == [3, 4] and "found damaged" in refused[0].reason
+    write(tmp_path, 6)
+    prune(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006"]
+
+
+def test_what_an_earlier_version_wrote_is_refused_and_says_how_to_take_it_over(tmp_path: Path) -> None:
+    path = tmp_path / "step-00000004"
+    path.mkdir()
+    (path / "manifest.json").write_text('{"format": 1, "step": 4, "files": {}}')
+    (path / "COMMIT").write_text("")
+    found = inspect(path)
+    assert isinstance(found, Refused)
+    assert "format 1" in found.reason and "shoal checkpoint import" in found.reason

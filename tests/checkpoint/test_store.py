@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from shoal.checkpoint.folder import list_checkpoints
+from shoal.checkpoint.layout import read_index
 from shoal.checkpoint.store import CheckpointError, load, newest, save
 from shoal.world import World
 from tests.ranks import run_ranks
@@ -60,32 +62,74 @@ def test_a_checkpoint_of_another_model_is_refused_by_tensor(
         run_ranks(1, load_newest, tmp_path, other)
 
 
-class FullDisk(dcp.FileSystemWriter):
-    """Fails as a disk does that is full."""
+def test_only_tensors_are_saved(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"'loader\.position' is of type int, and a checkpoint holds only tensors"
+    ):
+        run_ranks(2, save_this, tmp_path, state(1.0) | {"loader.position": 7})
 
-    def write_data(self, *_: Any) -> Any:  # pyrefly: ignore[bad-override]
-        raise OSError(28, "No space left on device")
+
+def save_this(world: World, folder: Path, what: dict[str, Tensor]) -> None:
+    save(folder, 1, what, {}, world, keep=2)
 
 
-def save_on_full_disk(world: World, folder: Path, victim: int) -> str:
-    kind = dcp.FileSystemWriter
-    if world.rank == victim:
-        dcp.FileSystemWriter = FullDisk  # pyrefly: ignore[bad-assignment]  # in this rank's own process
+def save_on_full_disk(world: World, folder: Path, victim: int, when: str) -> str:
+    full = {
+        "as it is written": patch(
+            "shoal.checkpoint.write._write_piece", side_effect=OSError(28, "No space left on device")
+        ),
+        "before": patch("shutil.disk_usage", return_value=shutil._ntuple_diskusage(2**30, 2**30 - 100, 100)),
+    }[when]
     try:
-        save(folder, 2, state(2.0), {}, world, keep=1)
+        with full if world.rank == victim else nullcontext():
+            save(folder, 2, state(2.0), {}, world, keep=2)
     except CheckpointError as error:
         return str(error)
-    finally:
-        dcp.FileSystemWriter = kind  # pyrefly: ignore[bad-assignment]
     return ""
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("victim", "when"), [(0, "as it is written"), (1, "as it is written"), (0, "before")]
+)
 def test_a_write_that_fails_on_one_rank_fails_on_all_and_leaves_the_older_checkpoint(
-    victim: int, tmp_path: Path
+    victim: int, when: str, tmp_path: Path
 ) -> None:
-    run_ranks(2, save_steps, tmp_path, [1], 1)
-    for message in run_ranks(2, save_on_full_disk, tmp_path, victim):
-        assert "No space left on device" in message and "MiB were free" in message
+    run_ranks(2, save_steps, tmp_path, [1], 2)
+    needed = 2 * 64 + 3 * 2 * 4 + 4  # two headers, a matrix, a number
+    for message in run_ranks(2, save_on_full_disk, tmp_path, victim, when):
+        assert "No space left on device" in message and f"it needs {needed} bytes" in message
+        assert "100 bytes (0.0 MiB) were free" in message or when != "before"
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert [found.step for found in list_checkpoints(tmp_path)[0]] == [1]
+
+
+AWKWARD = {
+    "a.number": torch.tensor(3, dtype=torch.int64),
+    "b.byte": torch.tensor([True, False, True]),
+    "c.half": torch.arange(5, dtype=torch.bfloat16),
+    "d.double": torch.arange(6, dtype=torch.float64).view(2, 3).T,  # not contiguous
+    "e.empty": torch.zeros(0, 4),
+    "f.complex": torch.randn(3, dtype=torch.complex64),
+    "g.eighth": torch.randn(7).to(torch.float8_e4m3fn),
+    "h.large": torch.arange(3 * 2**20 + 5, dtype=torch.int32),  # of several blocks, the last one short
+}
+
+
+def save_and_load(world: World, folder: Path) -> bool:
+    save(folder, 1, dict(AWKWARD), {}, world, keep=2)
+    found = {name: torch.empty_like(tensor) for name, tensor in AWKWARD.items()}
+    load_newest(world, folder, found)
+    return all(
+        torch.equal(
+            found[n].view(torch.uint8) if t.dtype.itemsize == 1 else found[n],
+            t.view(torch.uint8) if t.dtype.itemsize == 1 else t,
+        )
+        for n, t in AWKWARD.items()
+    )
+
+
+def test_tensors_of_every_kind_come_back_to_the_bit_and_lie_where_their_type_may(tmp_path: Path) -> None:
+    assert run_ranks(1, save_and_load, tmp_path) == [True]
+    checkpoint = list_checkpoints(tmp_path)[0][0]
+    for stored in read_index(checkpoint).values():
+        assert all(piece.at % stored.dtype.itemsize == 0 for piece in stored.pieces)

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from shoal.checkpoint.folder import commit, start
 from shoal.cli import app
 from shoal.config import Settings, parse
 from shoal.observe.charts import axis, decimate, short, smooth
@@ -113,12 +114,9 @@ def finished_run(path: Path, **job: Any) -> Run:
 
 
 def add_checkpoint(run: Run, step: int) -> None:
-    folder = run.checkpoints / f"step-{step:08d}"
-    folder.mkdir()
-    (folder / "data").write_bytes(bytes(2**20))
-    manifest = {"step": step, "written": 1.7e9, "files": {"data": 2**20}}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    (folder / "COMMIT").touch()
+    aside = start(run.checkpoints, step)
+    (aside / "data").write_bytes(bytes(2**20))
+    commit(aside, {"step": step, "written": 1.7e9})
 
 
 def report_of(run: Run) -> Page:

@@ -6,14 +6,13 @@ import os
 import random
 import signal
 import threading
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from shoal.checkpoint.folder import list_checkpoints
+from shoal.checkpoint.plain import whole_tensors
 from shoal.config import Settings, parse
 from shoal.observe.status import RankStatus
 from shoal.plan import Plan
@@ -90,17 +89,9 @@ def losses(folder: Path) -> list[tuple[int, float, float]]:
 
 def bits(folder: Path) -> dict[str, bytes]:
     """Every tensor of the last checkpoint."""
-    import torch.distributed.checkpoint as dcp
-
     checkpoint = list_checkpoints(folder / "checkpoints")[0][-1]
     assert checkpoint.step == STEPS
-    state = {
-        name: torch.empty(fact["shape"], dtype=getattr(torch, fact["dtype"]))
-        for name, fact in checkpoint.manifest["tensors"].items()
-    }
-    with warnings.catch_warnings(action="ignore"):  # of not being distributed
-        dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint.path), no_dist=True)
-    return {name: tensor.numpy().tobytes() for name, tensor in state.items()}
+    return {name: tensor.numpy().tobytes() for name, tensor in whole_tensors(checkpoint)}
 
 
 PLANS = {

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from shoal.checkpoint.folder import list_checkpoints
+import shoal.train.loop
+from shoal.checkpoint.folder import CheckpointError, list_checkpoints
 from shoal.checkpoint.store import load
 from shoal.config import Settings
 from shoal.config import load as load_settings
@@ -79,17 +84,68 @@ def test_beginning_anew_sets_aside_what_was_there(done: Path) -> None:
     assert [c.step for c in list_checkpoints(done / "checkpoints")[0]] == [12]
 
 
-def test_a_damaged_newest_checkpoint_is_left_out_and_said(done: Path) -> None:
-    reference = losses(done)
-    newest = done / "checkpoints" / "step-00000012"
-    file = next(newest.glob("*.distcp"))
+def cut_short(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [cut_short, flip_a_bit])
+def test_a_damaged_newest_checkpoint_is_left_out_and_said(damage: Callable[[Path], None], done: Path) -> None:
+    reference = losses(done)
+    file = done / "checkpoints" / "step-00000012" / "rank-00000.bin"
+    damage(file)
     run_ranks(1, run, settings_for(done, Plan()))
     assert losses(done) == reference  # steps 9 to 12 were taken again, to the bit
-    refused = [
-        event for event in read_json_lines(done / "events.jsonl") if event["event"] == "checkpoint refused"
-    ]
-    assert refused and file.name in refused[0]["reason"]
+    refused = [event for event in events(done) if event["event"] == "checkpoint refused"]
+    assert refused and re.search(rf"{file.name}.*'(model|optimizer)\.", refused[0]["reason"])
+
+
+def test_a_run_whose_every_checkpoint_is_damaged_does_not_quietly_begin_anew(done: Path) -> None:
+    for file in (done / "checkpoints").glob("*/rank-00000.bin"):
+        flip_a_bit(file)
+    with pytest.raises(CheckpointError, match=r"run\.resume=false begins anew"):
+        run_ranks(1, run, settings_for(done, Plan()))
+    assert len(list_checkpoints(done / "checkpoints")[0]) == 3
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return list(read_json_lines(folder / "events.jsonl"))
+
+
+def run_with_a_full_disk(world: World, settings: Settings, full_at: list[int]) -> None:
+    real = shoal.train.loop.save
+
+    def save_or_not(folder: Path, step: int, *rest: Any, **keys: Any) -> Path:
+        if step not in full_at:
+            return real(folder, step, *rest, **keys)
+        with patch("shoal.checkpoint.write._write_piece", side_effect=OSError(28, "No space left on device")):
+            return real(folder, step, *rest, **keys)
+
+    with patch("shoal.train.loop.save", save_or_not):
+        run(world, settings)
+
+
+def test_a_run_goes_on_when_a_checkpoint_does_not_fit_on_the_disk(finished: Path, tmp_path: Path) -> None:
+    settings = settings_for(tmp_path, Plan(), checkpoint={"every": 4, "keep": 3})
+    run_ranks(1, run_with_a_full_disk, settings, [8])
+    assert losses(tmp_path) == losses(finished)
+    assert [c.step for c in list_checkpoints(tmp_path / "checkpoints")[0]] == [4, 12]
+    (failed,) = [event for event in events(tmp_path) if event["event"] == "save failed"]
+    assert failed["step"] == 8
+    assert re.search(
+        r"No space left on device; it needs [\d,]+ bytes .*[\d,]+ bytes .* were free", failed["reason"]
+    )
+
+
+def test_a_run_whose_last_checkpoint_does_not_fit_fails(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        run_ranks(1, run_with_a_full_disk, settings_for(tmp_path, Plan(), checkpoint={"every": 4}), [12])
+    assert [c.step for c in list_checkpoints(tmp_path / "checkpoints")[0]] == [4, 8]
 
 
 def test_a_run_that_is_done_trains_no_step_and_ends_well(done: Path) -> None:
