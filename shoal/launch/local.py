@@ -35,6 +35,7 @@ ENDED_S = (
     10.0  # until killed ranks have ended; one in a driver's call takes longer, and is left to the kernel
 )
 POLL_S = 0.1
+DIVERGED = ".DivergedError"  # of a device, and not of the program
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -341,7 +342,8 @@ def _failed(run: Run, scene: Scene, quiet: bool) -> tuple[Outcome, Failure]:
         write_whole(run.ranks / "failure.txt", text + "\n")
         run.event("fault", rank=culprit.rank, message=culprit.headline)
     done = min(end.step for end in scene.ends)
-    raised = any(end.error is not None and end.rank == culprit.rank for end in scene.ends)
+    error = next((end.error for end in scene.ends if end.rank == culprit.rank), None)
+    raised = error is not None and not error.type.endswith(DIVERGED)
     return Outcome("failed", done, text), Failure(culprit.headline, raised, _begun(run), done)
 
 

@@ -14,12 +14,16 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.observe.status import RankStatus
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 STRUCK = "faults.struck"
 """the file in `ranks/` that lists faults that have struck, by their place in the setting"""
+FLIP = "flip"  # one bit of a parameter, which nothing but a comparison notices
 PHASES = ("data", "forward", "reduce", "update", "eval", "save")
 SLOW_S = 2.0
 
@@ -61,8 +65,8 @@ def _parse_one(text: str) -> Fault | Seeded:
     try:
         if first.startswith("seed="):
             return Seeded(int(first.removeprefix("seed=")), int(words.pop("count", "1")))
-        if first not in KINDS:
-            raise ValueError(f"no kind {first!r}; kinds: {', '.join(KINDS)}")
+        if first not in (*KINDS, FLIP):
+            raise ValueError(f"no kind {first!r}; kinds: {', '.join((*KINDS, FLIP))}")
         fault = Fault(
             first,
             int(words.pop("rank")),
@@ -108,8 +112,16 @@ def require_possible(faults: list[Fault], ranks: int) -> None:
             )
 
 
+def show_state(status: RankStatus, state: Callable[[], dict[str, Tensor]]) -> None:
+    """Give faults, if there are any, the tensors that they may spoil."""
+    if isinstance(status, FaultyStatus):
+        status.state = state
+
+
 class FaultyStatus(RankStatus):
     """A rank's status that strikes when the rank says that it enters the phase of a fault."""
+
+    state: Callable[[], dict[str, Tensor]] | None = None
 
     def __init__(self, path: Path, rank: int, faults: list[Fault]) -> None:
         self._mine = [(number, fault) for number, fault in enumerate(faults) if fault.rank == rank]
@@ -120,7 +132,20 @@ class FaultyStatus(RankStatus):
         super().enter(phase, step)
         for number, fault in self._mine:
             if (fault.phase, fault.step) == (phase, step) and self._is_first_time(number):
-                KINDS[fault.kind](fault)
+                if fault.kind == FLIP:
+                    self._flip()
+                else:
+                    KINDS[fault.kind](fault)
+
+    def _flip(self) -> None:
+        """One bit of the first parameter, as a faulty memory would."""
+        import torch
+
+        from shoal.train.optimizer import local
+
+        if self.state is not None:
+            part = next(part for tensor in self.state().values() if (part := local(tensor)).numel())
+            part.view(-1).view(torch.uint8)[0] ^= 1 << 2
 
     def _is_first_time(self, number: int) -> bool:
         text = self._struck.read_text() if self._struck.exists() else ""

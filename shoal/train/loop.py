@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from torch import Tensor
+
 from shoal.checkpoint.folder import Checkpoint, CheckpointError
 from shoal.checkpoint.store import load_newest, newest, save
 from shoal.config import Settings
@@ -16,6 +18,8 @@ from shoal.observe.metrics import Metrics, forget_after, memory_bytes, reserved_
 from shoal.observe.report import write_report
 from shoal.observe.status import RankStatus
 from shoal.parallel.apply import synchronise_buffers
+from shoal.resilience.faults import show_state
+from shoal.resilience.replicas import require_equal_replicas
 from shoal.run import Run
 from shoal.train.evaluate import Evaluation, evaluate
 from shoal.train.pauses import Pauses
@@ -44,6 +48,7 @@ def train(settings: Settings, world: World, status: RankStatus, stop: StopFlag) 
     world.agree("job", settings.to_toml())
     status.enter("setup", 0)
     training = set_up(settings, world, run, status)
+    show_state(status, training.state)
     done = resume(training)
     if done >= settings.train.steps:
         already_done(training, done)
@@ -191,8 +196,15 @@ def _copy(training: Training, done: int) -> None:
     """Into the launcher's memory."""
     assert training.snapshots is not None
     training.status.enter("copy", done)
+    training.snapshots.take(done, _state_to_keep(training, done))
+
+
+def _state_to_keep(training: Training, done: int) -> dict[str, Tensor]:
+    """The state, of which all replicas have the same."""
     synchronise_buffers(training.model, training.world)
-    training.snapshots.take(done, training.state())
+    state = training.state()
+    require_equal_replicas(state, training.plan, training.world, done)
+    return state
 
 
 def _report(training: Training, unread: list[StepResult], clock: Clock, *, leave: int) -> bool:
@@ -271,10 +283,9 @@ def _save_or_go_on(training: Training, done: int) -> None:
 def _save(training: Training, done: int) -> None:
     settings, world, run = training.settings, training.world, training.run
     training.status.enter("save", done)
-    synchronise_buffers(training.model, world)
     began = time.perf_counter()
-    facts = facts_of(training)
-    path = save(run.checkpoints, done, training.state(), facts, world, keep=settings.checkpoint.keep)
+    state, facts = _state_to_keep(training, done), facts_of(training)
+    path = save(run.checkpoints, done, state, facts, world, keep=settings.checkpoint.keep)
     if world.is_main:
         seconds = round(time.perf_counter() - began, 3)
         run.event("save", step=done, path=str(path), seconds=seconds)

@@ -30,8 +30,8 @@ def settings(folder: Path, faults: str = "", **policy: Any) -> Settings:
                 "tied": True,
             },
             "data": {"source": "synthetic", "vocab": 300, "seq_len": 16, "eval_fraction": 0.0},
-            "train": {"steps": STEPS, "global_batch": 4},
-            "plan": {"shard": 2, "micro_batch": 2, "compile": False},
+            "train": {"steps": STEPS, "global_batch": 4} | policy.pop("train", {}),
+            "plan": policy.pop("plan", {"shard": 2}) | {"micro_batch": 1, "compile": False},
             "checkpoint": {"memory_every": 1} | policy.pop("checkpoint", {}),
             "run": {"dir": str(folder), "faults": faults, "deadline_s": 20.0} | policy,
         },
@@ -59,7 +59,9 @@ class Ran(NamedTuple):
 
 
 def ran(folder: Path, faults: str = "", **policy: Any) -> Ran:
-    return Ran(launch(settings(folder, faults, **policy), 2, device="cpu", quiet=True), folder)
+    found = settings(folder, faults, **policy)
+    assert found.plan is not None
+    return Ran(launch(found, found.plan.world_size, device="cpu", quiet=True), folder)
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +155,26 @@ def test_memory_and_processes_of_a_run_that_was_started_again_are_gone_with_it(t
         assert status is not None
         with pytest.raises(ProcessLookupError):
             os.kill(status.pid, 0)
+
+
+@pytest.mark.usefixtures("warm_nursery")
+def test_a_bit_that_flips_in_one_copy_is_found_before_it_is_kept_and_taken_back(tmp_path: Path) -> None:
+    plan = {"replicate": 3}
+    right = ran(tmp_path / "right", plan=plan, train={"global_batch": 3})
+    found = ran(tmp_path / "flipped", "flip rank=1 step=3", plan=plan, train={"global_batch": 3})
+    assert found.outcome == Outcome("ok", STEPS)
+    assert found.numbers == right.numbers
+    assert found.of("fault", "rank") == [1]
+    (message,) = found.of("fault", "message")
+    assert "after step 4 this rank's copy of " in message
+    assert "is not that of ranks [0, 2]" in message
+    assert found.of("start") == [0, 3]
+
+
+@pytest.mark.usefixtures("warm_nursery")
+def test_of_two_copies_that_differ_nobody_is_accused_and_nothing_is_saved(tmp_path: Path) -> None:
+    policy = {"plan": {"replicate": 2}, "checkpoint": {"memory_every": 0, "every": 4}}
+    found = ran(tmp_path, "flip rank=1 step=3", restarts=0, **policy)
+    assert found.outcome.state == "failed"
+    assert "on ranks [0, 1], which made the same updates, differ" in found.outcome.report
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
