@@ -29,7 +29,7 @@ def require_equal_replicas(state: Mapping[str, Tensor], plan: Plan, world: World
             wait for it at their next collective.
     """
     if plan.replicate == 1:
-        return None
+        return
     import torch
     import torch.distributed as dist
 
@@ -45,7 +45,8 @@ def require_equal_replicas(state: Mapping[str, Tensor], plan: Plan, world: World
     for at, name in enumerate(names):
         values = {rank: row[at] for rank, row in zip(ranks, hashes, strict=True)}
         if len(set(values.values())) > 1:
-            return _judge(name, values, world.rank, done)
+            _judge(name, values, world.rank, done)
+            return
 
 
 def _judge(name: str, values: dict[int, int], rank: int, done: int) -> None:
