@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 STRUCK = "faults.struck"
 """the file in `ranks/` that lists faults that have struck, by their place in the setting"""
 FLIP = "flip"  # one bit of a parameter, which nothing but a comparison notices
+PARENT = "parent"  # the process that forked the ranks is killed, and they end with it
 PHASES = ("data", "forward", "reduce", "update", "eval", "save")
 SLOW_S = 2.0
 
@@ -65,8 +66,8 @@ def _parse_one(text: str) -> Fault | Seeded:
     try:
         if first.startswith("seed="):
             return Seeded(int(first.removeprefix("seed=")), int(words.pop("count", "1")))
-        if first not in (*KINDS, FLIP):
-            raise ValueError(f"no kind {first!r}; kinds: {', '.join((*KINDS, FLIP))}")
+        if first not in ALL_KINDS:
+            raise ValueError(f"no kind {first!r}; kinds: {', '.join(ALL_KINDS)}")
         fault = Fault(
             first,
             int(words.pop("rank")),
@@ -126,6 +127,7 @@ class FaultyStatus(RankStatus):
     def __init__(self, path: Path, rank: int, faults: list[Fault]) -> None:
         self._mine = [(number, fault) for number, fault in enumerate(faults) if fault.rank == rank]
         self._struck = path.with_name(STRUCK)
+        self._parent = os.getppid()
         super().__init__(path, rank)
 
     def enter(self, phase: str, step: int) -> None:
@@ -134,8 +136,16 @@ class FaultyStatus(RankStatus):
             if (fault.phase, fault.step) == (phase, step) and self._is_first_time(number):
                 if fault.kind == FLIP:
                     self._flip()
+                elif fault.kind == PARENT:
+                    self._end_parent()
                 else:
                     KINDS[fault.kind](fault)
+
+    def _end_parent(self) -> None:
+        """Kill the process that forked the ranks, unless it is gone and another process stands in its place."""
+        if os.getppid() == self._parent:
+            os.kill(self._parent, signal.SIGKILL)
+            time.sleep(3600)  # until this rank ends with it
 
     def _flip(self) -> None:
         """One bit of the first parameter, as a faulty memory would."""
@@ -202,12 +212,6 @@ def _ask_to_stop(fault: Fault) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _parent(fault: Fault) -> None:
-    """The process that forks the ranks: all of them end with it."""
-    os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(3600)
-
-
 KINDS: dict[str, Callable[[Fault], None]] = {
     "kill": _kill,
     "crash": _crash,
@@ -219,8 +223,8 @@ KINDS: dict[str, Callable[[Fault], None]] = {
     "raise": _raise,
     "memory": _memory,
     "disk": _disk,
-    "parent": _parent,
     "term": _ask_to_stop,
 }
-DRAWN = tuple(kind for kind in KINDS if kind not in ("hang", "stop", "term"))
+ALL_KINDS = (*KINDS, PARENT, FLIP)
+DRAWN = tuple(kind for kind in ALL_KINDS if kind not in ("hang", "stop", "term", FLIP))
 """those that a seed draws: no waiting for a deadline, and no orderly end"""
