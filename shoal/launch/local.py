@@ -92,12 +92,13 @@ def _generations(settings: Settings, run: Run, order: Order, requests: Requests,
                 step = min(end.step for end in watch.ends())
                 stopped = _was_stopped(run, step < settings.train.steps)
                 return Outcome("interrupted" if stopped else "ok", step)
-            outcome, failure = _failed(run, scene, quiet)
+            outcome, failure = _failed(run, scene, watch.began_at, quiet)
             why = "a signal asked it to stop" if requests.count else restarts.refuse(failure)
             if why is not None:
                 return outcome
             _say_restart(run, restarts, failure, quiet)
             if not nursery.wait_until_all_ended(ENDED_S):
+                stack.close()  # now: at the end of the run the numbers of its processes may be those of others
                 nursery = stack.enter_context(Ranks.start(order))
             order = order._replace(settings=_going_on(settings).to_toml())
 
@@ -110,7 +111,8 @@ def _going_on(settings: Settings) -> Settings:
 def _say_restart(run: Run, restarts: Restarts, failure: Failure, quiet: bool) -> None:
     if not quiet:
         print(f"restart {restarts.number}, since the run can go on", file=sys.stderr, flush=True)
-    run.event("restart", number=restarts.number, step=failure.done)
+    with suppress(OSError):  # a disk that was full may still be
+        run.event("restart", number=restarts.number, step=failure.done)
 
 
 def _was_stopped(run: Run, unfinished: bool) -> bool:
@@ -156,9 +158,10 @@ class Ranks:
             self.orders.flush()
 
     def wait_until_all_ended(self, seconds: float) -> bool:
-        """Whether all ranks, which were killed, have ended, and the process that forked them has not."""
+        """Kill the ranks, also those that are only being forked; whether all ended, and what forked them did not."""
         until = time.monotonic() + seconds
         while self.running and time.monotonic() < until:
+            self.send(signal.SIGKILL)
             self.listen(max(0.0, until - time.monotonic()))
         return not self.lost and not self.running
 
@@ -229,6 +232,8 @@ class Watch:
     passed_on: int = 0
     warned: float = 0.0
     began: float = field(default_factory=time.monotonic)
+    began_at: float = field(default_factory=time.time)
+    """since 1970"""
     oom_before: int = field(default_factory=host.oom_kills)
     most_memory: Memory | None = None
 
@@ -334,7 +339,7 @@ def _clear(folder: Path) -> None:
             path.unlink()
 
 
-def _failed(run: Run, scene: Scene, quiet: bool) -> tuple[Outcome, Failure]:
+def _failed(run: Run, scene: Scene, began_at: float, quiet: bool) -> tuple[Outcome, Failure]:
     culprit, text = report(scene, run.ranks)
     if not quiet:
         print(text, file=sys.stderr, flush=True)
@@ -343,11 +348,13 @@ def _failed(run: Run, scene: Scene, quiet: bool) -> tuple[Outcome, Failure]:
         run.event("fault", rank=culprit.rank, message=culprit.headline)
     done = min(end.step for end in scene.ends)
     error = next((end.error for end in scene.ends if end.rank == culprit.rank), None)
-    raised = error is not None and not error.type.endswith(DIVERGED)
-    return Outcome("failed", done, text), Failure(culprit.headline, raised, _begun(run), done)
+    # one that only tells of another rank's end, where no rank left a cause, is of the moment
+    raised = error is not None and not error.secondary and not error.type.endswith(DIVERGED)
+    return Outcome("failed", done, text), Failure(culprit.headline, raised, _begun(run, began_at, done), done)
 
 
-def _begun(run: Run) -> int:
-    """Steps that were done when these ranks began."""
-    starts = [event["step"] for event in read_json_lines(run.events_file) if event["event"] == "start"]
-    return starts[-1] if starts else 0
+def _begun(run: Run, began_at: float, done: int) -> int:
+    """Steps that were done when ranks that were started then began; `done` if they never did."""
+    events = [*read_json_lines(run.events_file)]
+    starts = [e["step"] for e in events if e["event"] == "start" and e["time"] >= round(began_at, 3)]
+    return starts[-1] if starts else done

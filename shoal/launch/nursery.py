@@ -92,6 +92,7 @@ def _generation(order: Order, events: int) -> int | None:
         if pid == 0:
             os.close(events)
             die_with(parent)
+            _read_nothing()
             return _be_rank(order, settings, rank, server)
         pids[pid] = rank
         _tell(events, Event(rank, pid, None, time.time()))
@@ -101,6 +102,14 @@ def _generation(order: Order, events: int) -> int | None:
         if pid in pids:
             _tell(events, Event(pids.pop(pid), pid, os.waitstatus_to_exitcode(status), time.time()))
     return None
+
+
+def _read_nothing() -> None:
+    """Standard input brings orders, which a rank that reads (a debugger, `input`) would wait for and take."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    sys.stdin = os.fdopen(0, closefd=False)
 
 
 def _preload(order: Order, settings: Settings) -> socket.socket:

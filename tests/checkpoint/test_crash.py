@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,8 +18,8 @@ from shoal.checkpoint.check import check
 from shoal.checkpoint.folder import list_checkpoints
 from shoal.checkpoint.plain import whole_tensors
 from shoal.checkpoint.store import CheckpointError, save
-from shoal.world import World, join_world
-from tests.ranks import run_ranks
+from shoal.world import World
+from tests.checkpoint.blocks import run_small, small_blocks
 
 KILLED = 77
 CALLS = ("open", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
@@ -99,7 +99,7 @@ class File:
 
 
 def state(step: int) -> dict[str, Tensor]:
-    return {"model.weight": torch.full((300, 4000), float(step)), "buffer.seen": torch.tensor(float(step))}
+    return {"model.weight": torch.full((6, 20), float(step)), "buffer.seen": torch.tensor(float(step))}
 
 
 def save_step(world: World, folder: Path, step: int) -> None:
@@ -111,10 +111,16 @@ def save_base(world: World, folder: Path) -> None:
         save_step(world, folder, step)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def blocks() -> Iterator[None]:
+    with small_blocks():
+        yield
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base") / "checkpoints"
-    run_ranks(1, save_base, folder)
+    run_small(1, save_base, folder)
     return folder
 
 
@@ -127,14 +133,14 @@ def assert_whole(folder: Path, newest_is_one_of: set[int]) -> None:
         assert all(bool((tensor == checkpoint.step).all()) for _, tensor in whole_tensors(checkpoint))
 
 
-def killed_at(folder: Path, step: int, stop_at: int) -> bool:
+def killed_at(world: World, folder: Path, step: int, stop_at: int) -> bool:
     """Save in a child that is killed at a call; returns whether it came so far."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            with join_world(rank=0, size=1, device="cpu") as here, Calls(stop_at, lambda: os._exit(KILLED)):
-                save_step(here, folder, step)
+            with Calls(stop_at, lambda: os._exit(KILLED)):
+                save_step(world, folder, step)
             code = 0
         finally:
             os._exit(code)
@@ -144,26 +150,27 @@ def killed_at(folder: Path, step: int, stop_at: int) -> bool:
     return code == KILLED
 
 
-def kill_everywhere(rank: int, size: int, aside: Path, base: Path, step: int) -> int:
-    folder = aside / "checkpoints"
+def kill_everywhere(world: World, folder: Path, base: Path, step: int) -> int:
     stop_at = 0
     while True:
         stop_at += 1
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(base, folder)
-        was_killed = killed_at(folder, step, stop_at)
+        was_killed = killed_at(world, folder, step, stop_at)
         assert_whole(folder, {6, step})
         if not was_killed:
             break
-        assert not killed_at(folder, step, 10_000)  # what is left of it is in nobody's way
+        save_step(world, folder, step)  # what is left of it is in nobody's way
         assert_whole(folder, {step})
         assert not list(folder.glob("*.tmp")) and not list(folder.glob("*.old"))
     return stop_at - 1
 
 
 @pytest.mark.parametrize("step", [8, 6], ids=["a new step", "the newest step again"])
-def test_a_kill_at_any_call_leaves_the_newest_committed_checkpoint_whole(step: int, base: Path) -> None:
-    (points,) = run_ranks(1, kill_everywhere, base, step, join=False, timeout=250)
+def test_a_kill_at_any_call_leaves_the_newest_committed_checkpoint_whole(
+    step: int, base: Path, tmp_path: Path
+) -> None:
+    (points,) = run_small(1, kill_everywhere, tmp_path / "checkpoints", base, step, timeout=250)
     assert points > 30
 
 
@@ -175,13 +182,11 @@ def kill_one(world: World, folder: Path, victim: int, stop_at: int) -> None:
         save_step(world, folder, 8)
 
 
-@pytest.mark.parametrize(
-    ("victim", "stop_at"), [(1, 1), (1, 3), (1, 5), (0, 2), (0, 5), (0, 9), (0, 14), (0, 20)]
-)
+@pytest.mark.parametrize(("victim", "stop_at"), [(1, 1), (1, 4), (0, 2), (0, 9), (0, 20)])
 def test_so_does_a_kill_of_one_rank_of_two(victim: int, stop_at: int, base: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(base, tmp_path / "checkpoints"))
     with pytest.raises(RuntimeError, match=f"rank {victim} died: exit code {KILLED}"):
-        run_ranks(2, kill_one, folder, victim, stop_at)
+        run_small(2, kill_one, folder, victim, stop_at)
     assert_whole(folder, {6, 8})
 
 
@@ -212,7 +217,7 @@ def no_space() -> None:
 
 
 def test_a_call_that_fails_fails_the_save_and_clears_what_it_wrote(base: Path, tmp_path: Path) -> None:
-    (failed,) = run_ranks(1, fail_everywhere, tmp_path, base)
+    (failed,) = run_small(1, fail_everywhere, tmp_path, base)
     assert failed > 15
 
 
@@ -225,7 +230,7 @@ def log_of_a_save(world: World, folder: Path) -> list[tuple[str, str]]:
 def test_everything_is_flushed_to_the_disk_before_it_is_relied_upon(base: Path, tmp_path: Path) -> None:
     """A kill does not show this, since the kernel writes on; a power cut would."""
     folder = Path(shutil.copytree(base, tmp_path / "checkpoints")).resolve()
-    (log,) = run_ranks(1, log_of_a_save, folder)
+    (log,) = run_small(1, log_of_a_save, folder)
     aside = f"{folder}/step-00000008.tmp"
     committed = log.index(("rename", aside))
     for kind, path in log[:committed]:

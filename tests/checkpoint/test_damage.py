@@ -7,7 +7,7 @@ import json
 import pickle
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,13 @@ from shoal.checkpoint.layout import HEADER_BYTES, piece_bytes, read_index
 from shoal.checkpoint.store import load_newest, save
 from shoal.plan import Plan
 from shoal.world import World
-from tests.ranks import run_ranks
+from tests.checkpoint.blocks import run_small, small_blocks
 
-FLIPS, CUTS = 64, 16
+FLIPS, CUTS = {1: 64, 2: 8}, 16
+"""a file; flips by ranks"""
 OLD, NEW = 4, 8
 SHAPES = {
-    "model.embedding": (1000, 1100),
+    "model.embedding": (20, 11),
     "model.norm": (24,),
     "optimizer.norm.step": (),
     "buffer.seen": (3, 5),
@@ -52,10 +53,16 @@ def save_two(world: World, folder: Path) -> None:
         save(folder, step, state(world, float(step)), {"job": {}}, world, keep=2)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def blocks() -> Iterator[None]:
+    with small_blocks():
+        yield
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("written")
-    run_ranks(2, save_two, folder)
+    run_small(2, save_two, folder)
     return folder
 
 
@@ -80,7 +87,7 @@ def owner(path: Path, file: str, at: int) -> str:
 
 
 @contextmanager
-def flipped(file: Path, at: int, bit: int) -> Iterator[None]:
+def flipped(file: Path, at: int, bit: int) -> Generator[None]:
     flip(file, at, bit)
     yield
     flip(file, at, bit)
@@ -118,14 +125,15 @@ def flip_many(world: World, folder: Path, files: list[str]) -> int:
     count = 0
     for name in files:
         size = (newest_of(folder) / name).stat().st_size
-        places = [draw.randrange(size) for _ in range(FLIPS)]
+        places = [draw.randrange(size) for _ in range(FLIPS[world.size])]
         if name.endswith(".bin"):
             places += [draw.randrange(HEADER_BYTES) for _ in range(8)] + [size - 1]
         world.barrier("the file before is as it was")
         owners = [owner(newest_of(folder), name, at) if name.endswith(".bin") else "" for at in places]
         for at, lost in zip(places, owners, strict=True):
+            bit = draw.randrange(8)  # by all ranks, or the next file's places would differ
             world.barrier("before")
-            with flipped(newest_of(folder) / name, at, draw.randrange(8)) if world.is_main else ExitStack():
+            with flipped(newest_of(folder) / name, at, bit) if world.is_main else ExitStack():
                 world.barrier("flipped")
                 step, reason = loaded(world, folder)
                 restore(world, folder)
@@ -140,8 +148,8 @@ def flip_many(world: World, folder: Path, files: list[str]) -> int:
 def test_every_flipped_bit_in_any_file_is_found_by_all_ranks_and_named(ranks: int, folder: Path) -> None:
     files = sorted(path.name for path in newest_of(folder).iterdir())
     assert files == ["COMMIT", "index.json", "manifest.json", "rank-00000.bin", "rank-00001.bin"]
-    counts = run_ranks(ranks, flip_many, folder, files, timeout=280)
-    assert set(counts) == {5 * FLIPS + 2 * 9}
+    counts = run_small(ranks, flip_many, folder, files, timeout=280)
+    assert set(counts) == {5 * FLIPS[ranks] + 2 * 9}
 
 
 def cut_many(world: World, folder: Path) -> None:
@@ -159,7 +167,7 @@ def cut_many(world: World, folder: Path) -> None:
 
 
 def test_a_file_that_is_cut_anywhere_is_found_and_named(folder: Path) -> None:
-    run_ranks(1, cut_many, folder)
+    run_small(1, cut_many, folder)
 
 
 def load_and_tell(world: World, folder: Path) -> tuple[int, str]:
@@ -171,7 +179,7 @@ def load_and_tell(world: World, folder: Path) -> tuple[int, str]:
 )
 def test_a_file_that_is_gone_is_named(name: str, folder: Path) -> None:
     (newest_of(folder) / name).unlink()
-    for step, reason in run_ranks(2, load_and_tell, folder):
+    for step, reason in run_small(2, load_and_tell, folder):
         assert step == OLD and name in reason
 
 
@@ -182,10 +190,10 @@ def save_again(world: World, folder: Path) -> None:
 @pytest.mark.parametrize("other_step", [True, False], ids=["of another step", "of another save of the step"])
 def test_a_file_of_another_save_is_found(other_step: bool, folder: Path, tmp_path: Path) -> None:
     if not other_step:
-        run_ranks(2, save_again, tmp_path / "again")
+        run_small(2, save_again, tmp_path / "again")
     source = folder / f"step-{OLD:08d}" if other_step else newest_of(tmp_path / "again")
     shutil.copy(source / "rank-00001.bin", newest_of(folder) / "rank-00001.bin")
-    for step, reason in run_ranks(2, load_and_tell, folder):
+    for step, reason in run_small(2, load_and_tell, folder):
         assert step == OLD
         assert "rank-00001.bin: tensor 'model." in reason and "it is of another save" in reason
 
@@ -195,25 +203,25 @@ def test_files_of_one_save_that_were_exchanged_are_found(folder: Path) -> None:
     first, second = one.read_bytes(), two.read_bytes()
     one.write_bytes(second.ljust(len(first), b"\0")[: len(first)])
     two.write_bytes(first.ljust(len(second), b"\0")[: len(second)])
-    for step, reason in run_ranks(2, load_and_tell, folder):
+    for step, reason in run_small(2, load_and_tell, folder):
         assert step == OLD and "rank 1 of 2, expected" in reason
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_one_that_is_whole_is_not(folder: Path) -> None:
-    flip(newest_of(folder) / "rank-00000.bin", 1000, 3)
-    run_ranks(1, load_and_tell, folder)
+    flip(newest_of(folder) / "rank-00000.bin", 300, 3)
+    run_small(1, load_and_tell, folder)
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000004", "step-00000008.damaged"]
-    run_ranks(1, load_and_tell, folder)
+    run_small(1, load_and_tell, folder)
     assert [found.step for found in list_checkpoints(folder)[0]] == [OLD]
 
 
 def test_without_any_that_is_whole_all_ranks_say_so_and_nothing_is_moved(folder: Path) -> None:
     with (
-        flipped(newest_of(folder) / "rank-00000.bin", 1000, 3),
-        flipped(folder / f"step-{OLD:08d}" / "rank-00001.bin", 1000, 3),
+        flipped(newest_of(folder) / "rank-00000.bin", 300, 3),
+        flipped(folder / f"step-{OLD:08d}" / "rank-00001.bin", 300, 3),
     ):
         with pytest.raises(CheckpointError, match=r"no checkpoint in .* rank-00000\.bin.* rank-00001\.bin"):
-            run_ranks(2, load_and_tell, folder)
+            run_small(2, load_and_tell, folder)
         assert sorted(path.name for path in folder.iterdir()) == ["step-00000004", "step-00000008"]
 
 
@@ -240,7 +248,7 @@ def load_without_pickle(world: World, folder: Path) -> tuple[int, str]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nothing_is_unpickled_on_the_way_in(ranks: int, folder: Path) -> None:
-    assert {step for step, _ in run_ranks(ranks, load_without_pickle, folder)} == {NEW}
+    assert {step for step, _ in run_small(ranks, load_without_pickle, folder)} == {NEW}
 
 
 def test_a_checkpoint_with_pickles_is_not_opened(folder: Path) -> None:
@@ -249,7 +257,7 @@ def test_a_checkpoint_with_pickles_is_not_opened(folder: Path) -> None:
     (path / ".metadata").write_bytes(b"cos\nsystem\n(S'touch harmed'\ntR.")
     (path / "manifest.json").write_text(json.dumps({"format": 1, "step": NEW, "files": {}, "tensors": {}}))
     (path / "COMMIT").write_text("")
-    step, reason = run_ranks(1, load_and_tell, folder)[0]
+    step, reason = run_small(1, load_and_tell, folder)[0]
     assert step == OLD and "format 1" in reason and not Path("harmed").exists()
 
 
@@ -269,14 +277,14 @@ def test_an_index_that_names_a_file_elsewhere_is_refused(folder: Path) -> None:
         (aside / name).unlink()
     commit(aside, manifest)
     assert "'../../../secret.bin'" in check(inspect(path)).damage[0]
-    step, reason = run_ranks(1, load_and_tell, folder)[0]
+    step, reason = run_small(1, load_and_tell, folder)[0]
     assert step == OLD and "secret" in reason
 
 
 def test_a_check_finds_every_damage_at_once(folder: Path) -> None:
     path = newest_of(folder)
     assert check(inspect(path)).damage == []
-    with flipped(path / "rank-00000.bin", 1000, 3), flipped(path / "rank-00001.bin", 70, 3):
+    with flipped(path / "rank-00000.bin", 300, 3), flipped(path / "rank-00001.bin", 70, 3):
         damage = check(inspect(path)).damage
     assert (
         len(damage) == 2 and damage[0].startswith("rank-00000.bin") and damage[1].startswith("rank-00001.bin")

@@ -262,3 +262,9 @@ def test_torchrun_ranks_say_who_failed_and_whose_victims_they_are(tmp_path: Path
     own = CAUSES["raise"].format("step")
     assert f"\n{own}" in f"\n{done.stderr}", done.stderr
     assert f"rank 0 was stopped, in step 3, phase step, because {own}" in done.stderr
+
+
+@pytest.mark.usefixtures("warm_nursery")
+def test_a_rank_that_reads_finds_an_end_and_not_what_the_launcher_says_next(tmp_path: Path) -> None:
+    target = f"{targets.__name__}:{targets.ask.__name__}"
+    assert launch(settings(tmp_path), 2, device="cpu", target=target, quiet=True).state == "ok"
