@@ -174,13 +174,29 @@ def load_and_tell(world: World, folder: Path) -> tuple[int, str]:
     return loaded(world, folder)
 
 
-@pytest.mark.parametrize(
-    "name", ["COMMIT", "index.json", "manifest.json", "rank-00000.bin", "rank-00001.bin"]
-)
-def test_a_file_that_is_gone_is_named(name: str, folder: Path) -> None:
-    (newest_of(folder) / name).unlink()
-    for step, reason in run_small(2, load_and_tell, folder):
-        assert step == OLD and name in reason
+def remove_each(world: World, folder: Path, files: list[str]) -> list[tuple[str, int, str]]:
+    found = []
+    for name in files:
+        path = newest_of(folder) / name
+        content = path.read_bytes()
+        world.barrier("read")
+        if world.is_main:
+            path.unlink()
+        world.barrier("removed")
+        found.append((name, *loaded(world, folder)))
+        restore(world, folder)
+        if world.is_main:
+            path.write_bytes(content)
+        world.barrier("written")
+    return found
+
+
+def test_a_file_that_is_gone_is_named(folder: Path) -> None:
+    files = sorted(path.name for path in newest_of(folder).iterdir())
+    for by_rank in run_small(2, remove_each, folder, files):
+        assert [name for name, _, _ in by_rank] == files
+        for name, step, reason in by_rank:
+            assert step == OLD and name in reason
 
 
 def save_again(world: World, folder: Path) -> None:
