@@ -75,7 +75,8 @@ def main() -> int:
             records.append(attempt(plan, faults, right[plan]))
             if not records[-1]["right"]:
                 print(json.dumps(records[-1]), flush=True)
-    found = {"command": " ".join(["python", *sys.argv]), "seed": options.seed, "machine": facts()}
+    counts = f"--singles {options.singles} --schedules {options.schedules} --seed {options.seed}"
+    found = {"command": f"python benchmarks/faults.py --out DIR {counts}", "machine": facts()}
     kept = found | {"summary": summary(records), "runs": records}
     write_whole(options.out / "faults.json", json.dumps(kept, indent=1) + "\n")
     print(json.dumps(kept["summary"], indent=1))

@@ -81,6 +81,7 @@ def _generations(settings: Settings, run: Run, order: Order, requests: Requests,
     """Start the ranks, and start them again after failures from which a run can go on."""
     # what else ranks do, such as a benchmark, has nothing that it could go on from
     restarts = Restarts(settings.run.restarts if order.target == TRAIN else 0)
+    meets_by_file = settings.run.init_method.startswith("file:")  # which serves one meeting
     with ExitStack() as stack:
         nursery = stack.enter_context(Ranks.start(order))
         while True:
@@ -94,13 +95,23 @@ def _generations(settings: Settings, run: Run, order: Order, requests: Requests,
                 return Outcome("interrupted" if stopped else "ok", step)
             outcome, failure = _failed(run, scene, watch.began_at, quiet)
             why = "a signal asked it to stop" if requests.count else restarts.refuse(failure)
+            if why is None and meets_by_file:
+                why = f"run.init_method = {settings.run.init_method} serves one meeting of ranks"
             if why is not None:
-                return outcome
+                return _given_up(run, outcome, why, quiet or order.target != TRAIN)
             _say_restart(run, restarts, failure, quiet)
             if not nursery.wait_until_all_ended(ENDED_S):
                 stack.close()  # now: at the end of the run the numbers of its processes may be those of others
                 nursery = stack.enter_context(Ranks.start(order))
             order = order._replace(settings=_going_on(settings).to_toml())
+
+
+def _given_up(run: Run, outcome: Outcome, why: str, quiet: bool) -> Outcome:
+    if not quiet:
+        print(f"not started again: {why}", file=sys.stderr, flush=True)
+    with suppress(OSError):
+        run.event("given up", step=outcome.step, reason=why)
+    return outcome
 
 
 def _going_on(settings: Settings) -> Settings:

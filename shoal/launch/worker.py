@@ -19,7 +19,7 @@ from shoal.config import Settings
 from shoal.launch.errors import RankError, RankFiles, describe
 from shoal.observe import host
 from shoal.observe.status import RankStatus
-from shoal.resilience.faults import FaultyStatus, drawn, parse_faults
+from shoal.resilience.faults import STRUCK, FaultyStatus, drawn, parse_faults
 from shoal.run import Run
 
 if TYPE_CHECKING:
@@ -135,6 +135,8 @@ def run_worker(settings: Settings, *, device: str = "auto", target: str = TRAIN,
 
     run = Run(Path(settings.run.dir))
     run.create()
+    if place.rank == 0:
+        (run.ranks / STRUCK).unlink(missing_ok=True)
     with run.locked() if place.rank == 0 else contextlib.nullcontext():
         error = run_rank(settings, target, place.rank, open_world, place.local_size or 1, patient=patient)
     if error is None:

@@ -41,6 +41,8 @@ DETAILS = {
     "checkpoint refused": "{path}: {reason}",
     "alert": "rank {rank}: {message}",
     "fault": "rank {rank}: {message}",
+    "restart": "restart {number}, after step {step}",
+    "given up": "after step {step}: {reason}",
 }
 
 

@@ -132,6 +132,15 @@ def test_no_run_is_started_again_where_that_is_not_wanted(tmp_path: Path) -> Non
     found = ran(tmp_path, "kill rank=1 step=2", restarts=0)
     assert found.outcome.state == "failed"
     assert found.of("restart") == []
+    assert found.of("given up", "reason") == ["run.restarts = 0"]
+
+
+@pytest.mark.usefixtures("warm_nursery")
+def test_ranks_that_met_by_a_file_are_not_started_again_since_it_serves_one_meeting(tmp_path: Path) -> None:
+    found = ran(tmp_path / "run", "kill rank=1 step=2", init_method=f"file://{tmp_path}/meeting")
+    assert found.outcome.state == "failed"
+    (reason,) = found.of("given up", "reason")
+    assert "serves one meeting of ranks" in reason
 
 
 @pytest.mark.usefixtures("warm_nursery")
