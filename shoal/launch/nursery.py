@@ -136,7 +136,8 @@ def _be_rank(order: Order, settings: Settings, rank: int, server: socket.socket)
     if order.kept:
         os.environ[KEPT] = order.kept[rank]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host
-    error = run_rank(settings, order.target, rank, lambda: _open(order, settings, rank, server), order.ranks)
+    ranks = order.ranks  # all are on this host
+    error = run_rank(settings, order.target, rank, lambda: _open(order, settings, rank, server), ranks, ranks)
     return 0 if error is None else 1
 
 

@@ -60,7 +60,7 @@ def make_ready(
         plan = complete_plan(settings, cluster)
         check(settings.job, plan, cluster)
         asked = drawn(parse_faults(settings.run.faults), plan.world_size, settings.train.steps)
-        require_possible(asked, plan.world_size)
+        require_possible(asked, plan.world_size, settings.train.steps)
         if settings.model.family.startswith(HF):
             check_hugging_face(settings, plan)
         elif (

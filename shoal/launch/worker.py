@@ -70,6 +70,7 @@ def run_rank(
     rank: int,
     open_world: Callable[[], World],
     local_size: int,
+    size: int,
     *,
     patient: bool = True,
 ) -> RankError | None:
@@ -82,7 +83,7 @@ def run_rank(
     run.create()
     files = RankFiles.of(run.ranks, rank)
     files.clear()
-    status, stop = _status_of(settings, files, rank), StopFlag(patient=patient)
+    status, stop = _status_of(settings, files, rank, size), StopFlag(patient=patient)
     stop.listen()
     error: RankError | None = None
     with _stacks_on_request(files.stack), _output(files.log, terminal=rank == 0) as log:
@@ -101,11 +102,11 @@ def run_rank(
     return error
 
 
-def _status_of(settings: Settings, files: RankFiles, rank: int) -> RankStatus:
+def _status_of(settings: Settings, files: RankFiles, rank: int, size: int) -> RankStatus:
     asked = parse_faults(settings.run.faults)
-    if not asked or settings.plan is None:
+    if not asked:
         return RankStatus(files.status, rank)
-    return FaultyStatus(files.status, rank, drawn(asked, settings.plan.world_size, settings.train.steps))
+    return FaultyStatus(files.status, rank, drawn(asked, size, settings.train.steps))
 
 
 def run_worker(settings: Settings, *, device: str = "auto", target: str = TRAIN, patient: bool = True) -> int:
@@ -138,7 +139,8 @@ def run_worker(settings: Settings, *, device: str = "auto", target: str = TRAIN,
     if place.rank == 0:
         (run.ranks / STRUCK).unlink(missing_ok=True)
     with run.locked() if place.rank == 0 else contextlib.nullcontext():
-        error = run_rank(settings, target, place.rank, open_world, place.local_size or 1, patient=patient)
+        local_size = place.local_size or 1
+        error = run_rank(settings, target, place.rank, open_world, local_size, place.size, patient=patient)
     if error is None:
         return 0
     report = own_report(Path(settings.run.dir) / "ranks", error, place.size)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -62,27 +61,27 @@ def parse_faults(text: str) -> list[Fault | Seeded]:
 
 def _parse_one(text: str) -> Fault | Seeded:
     first, *rest = text.split()
-    words = dict(re.fullmatch(r"(\w+)=(\S+)", word).groups() if "=" in word else (word, "") for word in rest)  # type: ignore[union-attr]
+    words: dict[str, str] = {}
+    for word in rest:
+        key, _, words[key] = word.partition("=")
     try:
         if first.startswith("seed="):
-            return Seeded(int(first.removeprefix("seed=")), int(words.pop("count", "1")))
-        if first not in ALL_KINDS:
+            found = Seeded(int(first.removeprefix("seed=")), int(words.pop("count", "1")))
+        elif first not in ALL_KINDS:
             raise ValueError(f"no kind {first!r}; kinds: {', '.join(ALL_KINDS)}")
-        fault = Fault(
-            first,
-            int(words.pop("rank")),
-            int(words.pop("step")),
-            words.pop("phase", "forward"),
-            float(words.pop("seconds", SLOW_S)),
-        )
-        if words or fault.phase not in PHASES:
-            raise ValueError(f"{[*words] or fault.phase} is not known; phases: {', '.join(PHASES)}")
+        else:
+            place = int(words.pop("rank")), int(words.pop("step")), words.pop("phase", "forward")
+            found = Fault(first, *place, float(words.pop("seconds", SLOW_S)))
+            if found.phase not in PHASES:
+                raise ValueError(f"{found.phase} is not known; phases: {', '.join(PHASES)}")
+        if words:
+            raise ValueError(f"{', '.join(words)} is not known")
     except (KeyError, ValueError) as error:
         said = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(
             f"run.faults: {text!r}: {said}; expected such as 'kill rank=1 step=7 phase=forward' or 'seed=1 count=2'"
         ) from None
-    return fault
+    return found
 
 
 def drawn(asked: list[Fault | Seeded], ranks: int, steps: int) -> list[Fault]:
@@ -104,13 +103,15 @@ def drawn(asked: list[Fault | Seeded], ranks: int, steps: int) -> list[Fault]:
     return found
 
 
-def require_possible(faults: list[Fault], ranks: int) -> None:
-    """Raises ValueError for a rank that is not there."""
+def require_possible(faults: list[Fault], ranks: int, steps: int) -> None:
+    """Raises ValueError for a rank or a step that is not there: such a fault would never strike."""
     for fault in faults:
         if not 0 <= fault.rank < ranks:
             raise ValueError(
                 f"run.faults: rank={fault.rank} of a {fault.kind}: this run has ranks 0 to {ranks - 1}"
             )
+        if not 0 <= fault.step <= steps:
+            raise ValueError(f"run.faults: step={fault.step} of a {fault.kind}: this run has {steps} steps")
 
 
 def show_state(status: RankStatus, state: Callable[[], dict[str, Tensor]]) -> None:

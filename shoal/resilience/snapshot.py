@@ -10,7 +10,7 @@ import hashlib
 import os
 import struct
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -125,8 +125,8 @@ class Snapshots:
         _HEADER.pack_into(self._header, 0, self._digest, *steps)
 
 
-def open_snapshots(every: int, state: Mapping[str, Tensor], about: str) -> Snapshots | None:
-    """This rank's memory, if the job asks for copies.
+def open_snapshots(every: int, state: Callable[[], Mapping[str, Tensor]], about: str) -> Snapshots | None:
+    """This rank's memory, if the job asks for copies; else `state`, which makes the optimizer's, is not called.
 
     Raises:
         ValueError: the launcher that started this rank holds no memory for it.
@@ -139,7 +139,7 @@ def open_snapshots(every: int, state: Mapping[str, Tensor], about: str) -> Snaps
             f"checkpoint.memory_every = {every} needs the launcher of `shoal train`, which holds the memory; started by another "
             "launcher use checkpoint.every"
         )
-    return Snapshots(path, state, about)
+    return Snapshots(path, state(), about)
 
 
 def _opened(path: str, nbytes: int) -> Tensor:

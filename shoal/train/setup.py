@@ -96,9 +96,10 @@ def set_up(
     )
     progress = Progress(job.train.steps, shown=world.is_main, every=settings.run.log_every)
     metrics = MetricsWriter(run, world.rank, tensorboard=settings.run.tensorboard)
-    state = model_state(model) | step.state()
     about = f"{plan.model_dump()}, rank {world.rank}"
-    snapshots = open_snapshots(settings.checkpoint.memory_every, state, about)
+    snapshots = open_snapshots(
+        settings.checkpoint.memory_every, lambda: model_state(model) | step.state(), about
+    )
     return Training(
         settings,
         plan,

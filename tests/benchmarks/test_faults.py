@@ -24,7 +24,7 @@ def test_faults_of_a_campaign_are_possible_and_the_same_for_a_seed() -> None:
     assert asked != [*singles(200, seed=1), *schedules(50, seed=1)]
     for plan, text in asked:
         ranks = 4 if "x" in plan else 2
-        require_possible(drawn(parse_faults(text), ranks, steps=6), ranks)
+        require_possible(drawn(parse_faults(text), ranks, steps=6), ranks, steps=6)
     assert {plan for plan, _ in asked} == set(PLANS)
     kinds = {text.split()[0] for _, text in asked}
     assert kinds >= set(ALL_KINDS) - {"slow", "flip"}

@@ -42,6 +42,8 @@ def test_faults_are_read_as_written() -> None:
         ("kill rank=1 step=2 often=3", "often"),
         ("kill now rank=1 step=2", "now"),
         ("seed=x", "'x'"),
+        ("kill rank= step=2", "''"),
+        ("seed=1 often=2", "often"),
     ],
 )
 def test_what_is_not_understood_is_named_with_what_would_be(text: str, named: str) -> None:
@@ -60,9 +62,11 @@ def test_a_seed_draws_the_same_faults_everywhere_and_other_seeds_others() -> Non
     assert {fault.phase for fault in of(1)} == set(PHASES[:4])
 
 
-def test_a_rank_that_is_not_there_is_refused() -> None:
+def test_a_rank_or_step_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match=r"rank=2 of a kill: this run has ranks 0 to 1"):
-        require_possible([Fault("kill", 2, 0)], ranks=2)
+        require_possible([Fault("kill", 2, 0)], ranks=2, steps=5)
+    with pytest.raises(ValueError, match=r"step=6 of a kill: this run has 5 steps"):
+        require_possible([Fault("kill", 1, 6)], ranks=2, steps=5)
 
 
 def test_a_fault_strikes_its_rank_in_its_place_once_also_after_a_restart(tmp_path: Path) -> None:

@@ -107,6 +107,6 @@ def test_ranks_go_on_from_the_newest_state_that_all_of_them_have(
 
 def test_a_rank_of_another_launcher_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEPT, raising=False)
-    assert open_snapshots(0, state(0.0), "plan") is None
+    assert open_snapshots(0, lambda: pytest.fail("state is made"), "plan") is None
     with pytest.raises(ValueError, match=r"memory_every = 5 needs the launcher of `shoal train`"):
-        open_snapshots(5, state(0.0), "plan")
+        open_snapshots(5, lambda: state(0.0), "plan")
