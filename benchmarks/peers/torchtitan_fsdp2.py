@@ -41,6 +41,8 @@ def main() -> None:
     optimizers.register_step_post_hook(lambda *_, **__: converters.post_optimizer_hook([model]))
     loss_fn = spec.build_loss_fn(config, parallel_dims=parallel)
     context = titan.get_train_context(False)
+    # on one device, where nothing is sharded, its bf16 is autocast
+    amp = titan.maybe_enable_amp(parallel, config.training.mixed_precision_param, peer.device.type)
     garbage = GarbageCollection(gc_freq=config.training.gc_freq)
     most, tokens_in_all = peer.setting.job.optimizer.clip, float(peer.setting.tokens)
     done = 0
@@ -52,8 +54,11 @@ def main() -> None:
         garbage.run(done)
         optimizers.zero_grad()
         with context():
-            logits = model(tokens)
-            loss = loss_fn(logits, labels) / tokens_in_all  # gradients are summed over ranks, not averaged
+            with amp:
+                logits = model(tokens)
+                loss = (
+                    loss_fn(logits, labels) / tokens_in_all
+                )  # gradients are summed over ranks, not averaged
             del logits
             loss.backward()
         titan.clip_grad_norm_(list(model.parameters()), most, foreach=True)

@@ -57,7 +57,18 @@ def verify(
     steps: int = STEPS,
     sharp: bool = True,
 ) -> list[Verdict]:
-    """Compare each plan with one device; plans of one size share a launch.
+    """Compare each plan of a job with one device: see `verify_each`."""
+    return verify_each([(settings, plan) for plan in plans], told, steps=steps, sharp=sharp)
+
+
+def verify_each(
+    cases: Sequence[tuple[Settings, Plan]],
+    told: Callable[[Verdict], None] = lambda verdict: None,
+    *,
+    steps: int = STEPS,
+    sharp: bool = True,
+) -> list[Verdict]:
+    """Compare jobs under plans with one device each; plans of one size share a launch.
 
     [Note: sharp] In bf16, fp16 and float8 one device itself is so far from the exact numbers that a mistake can hide behind it: a
     job of that precision is compared in fp32 as well, and a difference there counts as one.
@@ -67,9 +78,9 @@ def verify(
         sharp: see the note.
 
     Raises:
-        ValueError: a plan that cannot be for this job.
+        ValueError: a plan that cannot be for its job.
     """
-    small = [shrink(settings, shrink_plan(plan), steps) for plan in plans]
+    small = [shrink(settings, shrink_plan(plan), steps) for settings, plan in cases]
     for small_settings, plan in small:
         check(small_settings.job, plan, Cluster.parse(f"{plan.world_size} cpu"))
     verdicts: dict[int, Verdict] = {}
@@ -78,20 +89,25 @@ def verify(
         for size in sorted({plan.world_size for _, plan in small}):
             numbers = [number for number, (_, plan) in enumerate(small) if plan.world_size == size]
             own = [small[number][0].with_plan(small[number][1]) for number in numbers]
-            tasks = [task for one in own for task in (_precisions(one) if sharp else [one])]
+            tasks = [
+                (task, number)
+                for one, number in zip(own, numbers, strict=True)
+                for task in _precisions(one, sharp)
+            ]
             found = Path(folder) / str(size)
-            _launch(tasks, size, found)
-            judged = [_judge(task, found, place, references) for place, task in enumerate(tasks)]
-            each = len(tasks) // len(own)
-            for place, number in enumerate(numbers):
-                verdicts[number] = _joined(judged[place * each : (place + 1) * each])
+            _launch([task for task, _ in tasks], size, found)
+            judged: dict[int, list[Verdict]] = {}
+            for place, (task, number) in enumerate(tasks):
+                judged.setdefault(number, []).append(_judge(task, found, place, references))
+            for number in numbers:
+                verdicts[number] = _joined(judged[number])
                 told(verdicts[number])
-    return [verdicts[number] for number in range(len(plans))]
+    return [verdicts[number] for number in range(len(cases))]
 
 
-def _precisions(task: Settings) -> list[Settings]:
-    """The task in its own precision, and in fp32 where that is sharper."""
-    if task.train.precision not in NARROW:
+def _precisions(task: Settings, sharp: bool) -> list[Settings]:
+    """The task in its own precision, and in fp32 where that is sharper and wanted."""
+    if task.train.precision not in NARROW or not sharp:
         return [task]
     return [task, task.model_copy(update={"train": task.train.model_copy(update={"precision": "fp32"})})]
 
