@@ -6,13 +6,14 @@ import ctypes
 import functools
 import multiprocessing
 import os
+import queue
 import signal
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from shoal.data.prefetch import DataError
 from shoal.randomness import random_state_kept
 
-POLL_S = 0.2
+POLL_S = 0.1
 SETTLE_S = 0.2
 SHUT_DOWN_S = 2.0
 MOST_DEATHS = 3  # of processes at one sample, after which the sample is to blame
@@ -89,14 +90,13 @@ Make = Callable[[int, Board], DataLoader[Any]]
 def loader_of(
     dataset: Dataset[Any], board: Board, *, workers: int, keys: Iterable[Any] | None = None
 ) -> DataLoader[Any]:
-    """A loader of finished micro-batches, in order. It gives up every POLL_S, and can then be asked again."""
+    """A loader of finished micro-batches, in order."""
     return DataLoader(
         dataset,
         batch_size=None,
         sampler=keys,
         num_workers=workers,
         collate_fn=_as_it_is,
-        timeout=POLL_S if workers else 0,
         worker_init_fn=functools.partial(_begin_process, board),
         generator=torch.Generator(),  # without one, a loader draws from the global random numbers
     )
@@ -184,32 +184,52 @@ class _Crew:
 
     [Note: a death while the rank trains] torch's SIGCHLD handler raises wherever the main thread is, in the middle of a step
     too. Here it is taken off again, and the processes are asked how they are before and while something is waited for.
+
+    [Note: the thread that takes] What a process has made is taken from it, which waits for ever if it is stopped, or was killed
+    half-way through. So a thread takes, one micro-batch whenever it is asked, and is left behind if it never answers. It draws
+    no random numbers, and nothing else happens while it takes.
     """
 
     def __init__(self, loader: DataLoader[Any], board: Board, deadline_s: float) -> None:
         self._board, self._deadline_s = board, deadline_s
         before = set(multiprocessing.active_children())
-        with _child_signals_kept():
-            self._iterator = iter(loader)
+        with _child_signals_kept(), random_state_kept():
+            iterator = iter(loader)
         self._processes = [child for child in multiprocessing.active_children() if child not in before]
+        self._asks: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[_Taken] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_take, args=(iterator, self._asks, self._answers), name="shoal-loaders", daemon=True
+        )
+        self._thread.start()
+        self._is_taking = False
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
+        self._require_alive()
+        taken = self._wait()
+        if taken.error is None:
+            return taken.found
+        if isinstance(taken.error, StopIteration | DataError):
+            raise taken.error
+        self._settle()
+        raise LoadersLostError([Casualty(0, f"is lost: {taken.error}", None)]) from taken.error
+
+    def _wait(self) -> _Taken:
         watch = _Watch(self._board, self._deadline_s)
+        self._asks.put(True)
+        self._is_taking = True
         while True:
-            self._require_alive()
             try:
-                with random_state_kept():
-                    return next(self._iterator)
-            except (StopIteration, DataError):
-                raise
-            except Exception as error:
-                if not _is_patience(error):
-                    self._settle()
-                    raise LoadersLostError([Casualty(0, f"is lost: {error}", None)]) from error
+                taken = self._answers.get(timeout=POLL_S)
+            except queue.Empty:
+                self._require_alive()
                 self._require_progress(watch)
+                continue
+            self._is_taking = False
+            return taken
 
     def _require_alive(self) -> None:
         dead = [process for process in self._processes if process.exitcode not in (None, 0)]
@@ -239,16 +259,31 @@ class _Crew:
             process.kill()
 
     def end(self) -> None:
-        """End the processes now, though the traceback of an error may hold the iterator for long.
+        """End the processes, and the thread if it can be reached; at once, though an error's traceback may hold this for long."""
+        self._asks.put(False)
+        if not self._is_taking:
+            self._thread.join(SHUT_DOWN_S)
+        self.kill()
+        for process in self._processes:
+            process.join(SHUT_DOWN_S)
 
-        In a thread, since a process that was killed may have held a lock that torch then waits for.
-        """
-        shut_down = getattr(self._iterator, "_shutdown_workers", None)  # its __del__, by torch's name for it
-        if shut_down is not None:
-            ender = threading.Thread(target=shut_down, name="shoal-loaders-end", daemon=True)
-            ender.start()
-            ender.join(SHUT_DOWN_S)
-            self.kill()
+
+class _Taken(NamedTuple):
+    """A micro-batch, or why there is none."""
+
+    found: Any
+    error: BaseException | None = None
+
+
+def _take(iterator: Any, asks: queue.SimpleQueue[bool], answers: queue.SimpleQueue[_Taken]) -> None:
+    """In the thread that takes: one micro-batch each time it is asked, until it is told to end."""
+    while asks.get():
+        try:
+            answers.put(_Taken(next(iterator)))
+        except BaseException as error:
+            answers.put(_Taken(None, error))
+    with suppress(Exception):  # of processes that are lost
+        iterator._shutdown_workers()  # its __del__, by torch's name for it
 
 
 class _Watch:
@@ -293,11 +328,6 @@ def _child_signals_kept() -> Generator[None]:
         yield
     finally:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
-
-
-def _is_patience(error: Exception) -> bool:
-    """Whether a loader only says that nothing came for POLL_S, after which torch lets it be asked again."""
-    return isinstance(error, RuntimeError) and "timed out" in str(error)
 
 
 def _how(process: BaseProcess) -> str:
