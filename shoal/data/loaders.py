@@ -24,6 +24,7 @@ from shoal.data.prefetch import DataError
 from shoal.randomness import random_state_kept
 
 POLL_S = 0.1
+START_S = 60.0  # at least, for a process that is forked from a server, which may have to import torch first
 SETTLE_S = 0.2
 SHUT_DOWN_S = 2.0
 MOST_DEATHS = 3  # of processes at one sample, after which the sample is to blame
@@ -301,7 +302,9 @@ class _Watch:
             if row != self._rows[worker]:
                 self._since[worker] = now
         self._rows = rows
-        late = [now - since >= self._deadline_s for since in self._since]
+        have_begun = all(row[PID] for row in rows)
+        deadline_s = self._deadline_s if have_begun else max(self._deadline_s, START_S)
+        late = [now - since >= deadline_s for since in self._since]
         reading = {
             row[PID] for row, is_late in zip(rows, late, strict=True) if is_late and row[INDEX] != NOTHING
         }

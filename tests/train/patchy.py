@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -51,5 +52,7 @@ def dataset(
     read: str = "",
 ) -> tuple[Points, Points]:
     """To train and to evaluate on."""
+    # where tests begin ranks by a fork server, a loader process would have a server of its own, and import torch again
+    multiprocessing.set_start_method("fork", force=True)
     train = Points(bad or [], fickle or [], sign, deadly, read)
     return train, Points(bad or [], [], "", -1, "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +42,6 @@ def settings(folder: Path, plan: Plan, on_error: str = "skip", workers: int = 0,
     )
 
 
-def forked(world: World, *case: Any) -> None:
-    multiprocessing.set_start_method("fork", force=True)  # a new fork server would import torch again
-    run(world, *case)
-
-
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_json_lines(folder / "events.jsonl") if event["event"] == kind]
 
@@ -77,7 +71,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for on_error, name, workers in CASES
             if PLANS[name].world_size == size
         }
-        for outcome in run_all(size, forked, cases).values():
+        for outcome in run_all(size, run, cases).values():
             outcome.get()
     return root
 
