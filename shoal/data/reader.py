@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from typing import Any, NamedTuple
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from shoal.data.bad import BadSample, Known
 from shoal.data.cut import Portion
@@ -32,6 +32,8 @@ class Read(NamedTuple):
     """found while reading it; with on_error = "raise" there is one at most, and then no data"""
     hopeless: str = ""
     """why there is no data, if it is for another reason"""
+    worker: int | None = None
+    """number of the loader process that read it; None: the rank itself"""
 
 
 class _Row(NamedTuple):
@@ -63,9 +65,11 @@ class Reader(Dataset[Read]):
     def __getitem__(self, index: Portion) -> Read:
         bad: list[BadSample] = []
         try:
-            return self._read(index, bad)
+            read = self._read(index, bad)
         except _HopelessError as error:
-            return Read(None, 0, (), tuple(bad), str(error))
+            read = Read(None, 0, (), tuple(bad), str(error))
+        worker = get_worker_info()
+        return read if worker is None else read._replace(worker=worker.id)
 
     def _read(self, portion: Portion, bad: list[BadSample]) -> Read:
         asked = portion.samples or len(portion.index)

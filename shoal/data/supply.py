@@ -117,30 +117,25 @@ class Supply:
     def _judged(self, read: Read) -> Read:
         """A micro-batch that can be used."""
         rank = self._world.rank
+        who = f"rank {rank}" if read.worker is None else f"loader process {read.worker} of rank {rank}"
         if read.bad and self._job.data.on_error == "raise":
             bad = read.bad[0]
-            error = self._end_of_run(bad.index, bad.epoch, bad.error)
+            error = _end_of_run(bad.index, bad.epoch, who, bad.error)
             error.add_note(f"in the dataset:\n{bad.trace}")
             raise error
         for bad in read.bad:
             self._bad.add(bad, step=self._step, rank=rank)
         if read.hopeless:
-            raise DataError(f"rank {rank}: {read.hopeless}")
+            raise DataError(f"{who}: {read.hopeless}")
         return read
 
     def _blame(self, lost: Casualty) -> None:
         """A sample that loader processes are lost at is bad in every epoch."""
         epoch, index = lost.sample or (0, 0)
         if self._job.data.on_error == "raise":
-            raise self._end_of_run(index, epoch, lost.accusation())
+            raise _end_of_run(index, epoch, f"rank {self._world.rank}", lost.accusation())
         bad = BadSample(index, EVERY_EPOCH, lost.accusation())
         self._bad.add(bad, step=self._step, rank=self._world.rank)
-
-    def _end_of_run(self, index: int, epoch: int, why: str) -> DataError:
-        return DataError(
-            f"sample {index} (epoch {epoch}) cannot be read by rank {self._world.rank}: {why}. Repair it, or go on without it: "
-            'data.on_error = "skip" leaves such samples out, "substitute" reads others in their place'
-        )
 
     def _agreed(self, portions: tuple[Portion, ...], found: list[Read]) -> list[Read]:
         """What all ranks can use: a sample that is bad on one of those that read it is so on all of them.
@@ -183,6 +178,13 @@ def told(lost: Casualty, step: int, rank: int) -> dict[str, Any]:
     """A lost loader process, for those who are told of it."""
     epoch, index = lost.sample or (None, None)
     return {"step": step, "rank": rank, "pid": lost.pid, "reason": lost.how, "index": index, "epoch": epoch}
+
+
+def _end_of_run(index: int, epoch: int, who: str, why: str) -> DataError:
+    return DataError(
+        f"sample {index} (epoch {epoch}) cannot be read by {who}: {why}. Repair it, or go on without it: "
+        'data.on_error = "skip" leaves such samples out, "substitute" reads others in their place'
+    )
 
 
 def _tally(portion: Portion, read: Read) -> tuple[int, int]:

@@ -134,8 +134,9 @@ def test_a_sample_that_cannot_be_read_is_named(workers: int) -> None:
     assert ids(next(steps)) == [0, 1, 2, 3]
     with pytest.raises(DataError) as caught:
         next(steps)
+    who = "loader process 0 of rank 0" if workers else "rank 0"
     assert str(caught.value).startswith(
-        "step 1: sample 5 (epoch 0) cannot be read by rank 0: OSError: the disk is gone, at "
+        f"step 1: sample 5 (epoch 0) cannot be read by {who}: OSError: the disk is gone, at "
     )
     assert "sources.py:" in str(caught.value)
     assert 'in __getitem__: raise OSError("the disk is gone")' in str(caught.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -110,7 +109,3 @@ def test_a_loader_is_not_killed_where_there_is_none(tmp_path: Path) -> None:
     found = ran(tmp_path, "loader rank=1 step=1", {"workers": 0}, restarts=0)
     assert found.outcome.state == "failed"
     assert "this rank has no loader process; give a dataset of your own data.workers" in found.outcome.report
-
-
-def test_no_process_is_left() -> None:
-    assert not [child for child in multiprocessing.active_children() if "DataLoader" in child.name]
