@@ -33,7 +33,7 @@ from shoal.config import Settings, parse
 from shoal.launch.local import Outcome, Ranks, launch
 from shoal.launch.ready import make_ready
 from shoal.observe.machine import facts
-from shoal.resilience.faults import ALL_KINDS, DRAWN, FLIP, PHASES
+from shoal.resilience.faults import ALL_KINDS, DRAWN, FLIP, LOADER, PHASES
 from shoal.run import read_json_lines, write_whole
 from tests.launch.warm import start
 
@@ -95,7 +95,7 @@ def _options() -> argparse.Namespace:
 
 def singles(count: int, seed: int) -> Iterator[tuple[str, str]]:
     """(plan, faults): every kind in every phase on every rank, in an order that a seed shuffles."""
-    kinds = [kind for kind in ALL_KINDS if kind not in ("slow", FLIP)]
+    kinds = [kind for kind in ALL_KINDS if kind not in ("slow", FLIP, LOADER)]
     every = [
         (plan, f"{kind} rank={rank} step={1 + number % (STEPS - 2)} phase={phase}")
         for number, (plan, kind, phase) in enumerate(product(PLANS, kinds, PHASES[:4]))

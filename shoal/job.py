@@ -15,6 +15,7 @@ Precision = Literal["fp32", "bf16", "fp16", "fp64", "float8", "float8_rowwise"]
 FLOAT8 = ("float8", "float8_rowwise")
 NARROW = ("bf16", "fp16", *FLOAT8)
 """precisions whose activations have 2 bytes"""
+OnError = Literal["raise", "skip", "substitute"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 FAMILIES = ("llama", "moe")
 EXPERT_KEYS = ("experts", "top_k", "shared_experts", "expert_ffn", "scoring", "balance_rate")
@@ -119,10 +120,41 @@ class Data(Section):
         ge=0,
         description="loader processes a rank, for datasets of your own; left out: up to 4 on GPUs, none on CPUs",
     )
+    on_error: OnError = Field(
+        "raise",
+        description="a sample of your own dataset that cannot be read ends the run, is left out of its global batch (skip), or "
+        "another one is read in its place (substitute)",
+    )
+    most_bad: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="part of the samples read that may be bad, for on_error; more end the run; left out: 0.01",
+    )
+    deadline_s: float | None = Field(
+        None,
+        gt=0,
+        description="seconds that a loader process may take for a sample before it counts as hung and is replaced; left out: "
+        "60, or a quarter of run.deadline_s if that is less",
+    )
     sharded: bool = Field(False, description="your iterable dataset already gives each rank its own part")
     options: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments of your own dataset()"
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.most_bad is not None and self.on_error == "raise":
+            raise ValueError(
+                f'most_bad = {self.most_bad:g} is for on_error = "skip" or "substitute"; with "raise" the first bad sample ends '
+                "the run"
+            )
+        if self.deadline_s is not None and self.workers == 0:
+            raise ValueError(
+                f"deadline_s = {self.deadline_s:g} is for loader processes, and workers = 0 has none: in the training process "
+                "nothing can interrupt a read"
+            )
+        return self
 
 
 class Train(Section):

@@ -7,9 +7,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch.utils.data import DataLoader
-
+from shoal.data.bad import BadSamples
 from shoal.data.cut import (
     Cut,
     MicroBatch,
@@ -22,25 +20,25 @@ from shoal.data.cut import (
     train_portions,
 )
 from shoal.data.format import TOKENIZER_FILE, PreparedIndex, read_index
-from shoal.data.prefetch import DataError, at_step, read_ahead
+from shoal.data.loaders import Casualty, loader_of, steadily
+from shoal.data.prefetch import DataError, read_ahead
 from shoal.data.stream import Slice, StreamPart, sharded_steps, stream_steps
+from shoal.data.supply import Supply, sample_deadline, told
 from shoal.data.synthetic import EVAL_SAMPLES, TRAIN_SAMPLES, SyntheticDataset
 from shoal.data.text import SourceKind, source_kind, source_name
 from shoal.data.tokens import NO_LABEL, TokenDataset
 from shoal.data.user import (
-    begin_loader,
     describe_samples,
     is_dataset,
     is_iterable,
-    loaded,
     loaders_for,
-    map_loader,
     open_user_datasets,
 )
 from shoal.job import Data, Job
 from shoal.plan import Plan
 
 __all__ = [
+    "BadSamples",
     "DataError",
     "Datasets",
     "MicroBatch",
@@ -100,6 +98,7 @@ def batches(
     *,
     start: int = 0,
     stop: int | None = None,
+    bad: BadSamples | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> Generator[StepBatch]:
     """This rank's part of the global batches of steps start to stop (default: train.steps).
@@ -107,11 +106,16 @@ def batches(
     The samples of a step depend on the seed and the step alone: not on the plan, the world, the loader
     processes, or where the run was resumed. A map-style dataset is read again and again, an iterable ends.
     Text is read ahead in a thread, datasets of the user's own by data.workers loader processes (with 0, in
-    the calling thread, where no deadline can be kept; left out: see `loaders_for`).
+    the calling thread, where no deadline can be kept; left out: see `loaders_for`). Loader processes that die or
+    hang are replaced, and what they were to read is read again.
+
+    Args:
+        bad: what is known of bad samples, which grows; left out: nothing is, and what is found is logged.
 
     Raises:
         ValueError: the plan does not fit the world or global batch, or the dataset is none or empty.
-        DataError: a sample cannot be read, or nothing came for `deadline_s` seconds. Names step and samples.
+        DataError: a sample cannot be read (see `data.on_error`), or nothing came for `deadline_s` seconds. Names
+            step and samples.
 
     Example:
         >>> from types import SimpleNamespace
@@ -126,18 +130,24 @@ def batches(
     cut = cut_for(plan, world, job.train.global_batch)
     if not isinstance(dataset, TextDataset) and is_iterable(dataset):
         _warn_of_cost(job.data, world)
-        return _stream(dataset, job, plan, cut, world, steps, None, deadline_s)
+        return _stream(dataset, job, plan, cut, world, steps, None, bad or BadSamples(), deadline_s)
     if job.data.sharded:
         raise ValueError(
             "data.sharded = true says that an iterable dataset gives each rank its own part, but this dataset has an index "
             f"({type(dataset).__name__}); leave data.sharded out"
         )
     portions = train_portions(cut, job.train.seed, _length(dataset), job.data.shuffle)
-    return _indexed(dataset, job, portions, steps, world, deadline_s)
+    return _indexed(dataset, job, plan, portions, steps, world, bad, deadline_s)
 
 
 def eval_batches(
-    dataset: Any, job: Job, plan: Plan, world: WorldLike, *, deadline_s: float = DEADLINE_S
+    dataset: Any,
+    job: Job,
+    plan: Plan,
+    world: WorldLike,
+    *,
+    bad: BadSamples | None = None,
+    deadline_s: float = DEADLINE_S,
 ) -> Generator[StepBatch]:
     """This rank's part of the held-out samples, each counted once: all, or the first train.eval_samples.
 
@@ -147,10 +157,11 @@ def eval_batches(
     limit = job.train.eval_samples
     if not isinstance(dataset, TextDataset) and is_iterable(dataset):
         steps = range(1 << 62) if limit is None else range(-(-limit // cut.global_batch))
-        return _stream(dataset, job, plan, cut, world, steps, limit, deadline_s)
+        return _stream(dataset, job, plan, cut, world, steps, limit, bad or BadSamples(), deadline_s)
     samples = _length(dataset) if limit is None else min(limit, _length(dataset))
     portions = eval_portions(cut, samples, fixed_count=plan.pipeline > 1)
-    return _indexed(dataset, job, portions, range(-(-samples // cut.global_batch)), world, deadline_s)
+    steps = range(-(-samples // cut.global_batch))
+    return _indexed(dataset, job, plan, portions, steps, world, bad, deadline_s)
 
 
 def _open_synthetic(data: Data, seed: int) -> Datasets:
@@ -196,14 +207,44 @@ def _length(dataset: Any) -> int:
 
 
 def _indexed(
-    dataset: Any, job: Job, portions: Portions, steps: range, world: WorldLike, deadline_s: float
+    dataset: Any,
+    job: Job,
+    plan: Plan,
+    portions: Portions,
+    steps: range,
+    world: WorldLike,
+    bad: BadSamples | None,
+    deadline_s: float,
 ) -> Generator[StepBatch]:
     if isinstance(dataset, TextDataset):
+        _require_raise(job.data, "of text, which is checked when it is opened")
         return read_ahead(
             lambda step: _read_text(dataset, portions(step), step), steps, deadline_s=deadline_s
         )
-    workers = loaders_for(job.data.workers, getattr(world, "device", None))
-    return _read_user(dataset, job, portions, steps, workers, deadline_s)
+    if plan.pipeline > 1 and job.data.on_error == "skip":
+        raise ValueError(
+            'data.on_error = "skip" makes micro-batches of fewer samples, which the stages of plan.pipeline = '
+            f'{plan.pipeline} cannot pass on; "substitute" keeps their size'
+        )
+    supply = Supply(
+        dataset,
+        job,
+        portions,
+        world,
+        workers=loaders_for(job.data.workers, getattr(world, "device", None)),
+        shared=world.size > plan.data_degree,
+        bad=bad or BadSamples(),
+        deadline_s=deadline_s,
+    )
+    return supply.steps(steps)
+
+
+def _require_raise(data: Data, what: str) -> None:
+    if data.on_error != "raise":
+        raise ValueError(
+            f'data.on_error = "{data.on_error}" is for datasets of your own with __getitem__ and __len__; this one is {what}. '
+            "Leave data.on_error out"
+        )
 
 
 def _read_text(dataset: TextDataset, portions: tuple[Portion, ...], step: int) -> StepBatch:
@@ -221,17 +262,6 @@ def _read_text(dataset: TextDataset, portions: tuple[Portion, ...], step: int) -
     return StepBatch(step, tuple(found))
 
 
-def _read_user(
-    dataset: Any, job: Job, portions: Portions, steps: range, workers: int, deadline_s: float
-) -> Generator[StepBatch]:
-    loader = map_loader(dataset, portions, steps, seed=job.train.seed, workers=workers, deadline_s=deadline_s)
-    data = loaded(loader, workers, deadline_s)
-    for step in steps:
-        with at_step(step):
-            found = tuple(MicroBatch(next(data), part.first, part.samples) for part in portions(step))
-        yield StepBatch(step, found)
-
-
 def _stream(
     dataset: Any,
     job: Job,
@@ -240,9 +270,11 @@ def _stream(
     world: WorldLike,
     steps: range,
     limit: int | None,
+    bad: BadSamples,
     deadline_s: float,
 ) -> Generator[StepBatch]:
     data, key = job.data, f"stream/{job.train.seed}"
+    _require_raise(data, "a stream, which cannot be read on after an error")
     workers = data.workers or 0  # each reads all of the stream: so none of its own accord
     part = Slice(cut.global_batch, cut.offset, cut.local, cut.size, steps.start, steps.stop, limit)
     if data.sharded:
@@ -251,24 +283,28 @@ def _stream(
         share = None if limit is None else limit // plan.data_degree + (rank < limit % plan.data_degree)
         key = f"{key}/{rank}"
         part = part._replace(unit=cut.local, offset=0, limit=share)
-    loader = DataLoader(
-        StreamPart(dataset, part, cut, key),
-        batch_size=None,
-        num_workers=workers,
-        collate_fn=_as_it_is,
-        timeout=deadline_s if workers else 0,
-        worker_init_fn=begin_loader,
-        generator=torch.Generator(),
+
+    def tell(lost: Casualty, number: int) -> None:
+        bad.tell("loader restarted", told(lost, steps.start + number // cut.count, world.rank))
+
+    def blame(lost: Casualty) -> None:
+        place = lost.sample[1] if lost.sample else 0
+        raise DataError(
+            f"sample {place} of the stream cannot be read by rank {world.rank}: {lost.accusation()}"
+        )
+
+    parts = steadily(
+        lambda number, board: loader_of(
+            StreamPart(dataset, part, cut, key, board, taken=number), board, workers=workers
+        ),
+        workers=workers,
+        deadline_s=sample_deadline(data, deadline_s),
+        tell=tell,
+        blame=blame,
     )
-    parts = loaded(loader, workers, deadline_s)
     if data.sharded:
         return sharded_steps(parts, cut, world, steps, deadline_s)
     return stream_steps(parts, cut, steps)
-
-
-def _as_it_is(made: Any) -> Any:
-    """The collate function of a loader whose dataset makes whole micro-batches."""
-    return made
 
 
 def _check_sharded(plan: Plan, world: WorldLike) -> None:

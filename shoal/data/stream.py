@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Generator, Iterator
 from itertools import count, islice
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as worker_state
 
+from shoal.data.agree import group_device, most_of
 from shoal.data.cut import Cut, MicroBatch, StepBatch, WorldLike
+from shoal.data.loaders import Board
 from shoal.data.prefetch import DataError, at_step
 from shoal.data.user import collate_of
 from shoal.randomness import seed_random
 
 HAS_TEMPLATE, HAS_DATA = 1, 2
-POLL_S = (50e-6, 2e-3)
 
 
 class Slice(NamedTuple):
@@ -41,10 +40,16 @@ class StreamPart(IterableDataset[MicroBatch]):
     Of W loader processes, number w collates micro-batches w, w + W, ...; a loader takes from its processes in
     turn, so the order is that of one process. A step that has any sample is whole: what a rank has none of
     is filled with the first samples of the stream, as a filler.
+
+    Args:
+        taken: micro-batches that are left out, since processes that are lost had given them.
     """
 
-    def __init__(self, stream: Any, part: Slice, cut: Cut, random_key: str) -> None:
+    def __init__(
+        self, stream: Any, part: Slice, cut: Cut, random_key: str, board: Board, taken: int = 0
+    ) -> None:
         self._stream, self._part, self._key = stream, part, random_key
+        self._board, self._taken = board, taken
         self._global_batch, self._first = cut.global_batch, cut.offset
         self._collate = collate_of(stream)
 
@@ -56,9 +61,10 @@ class StreamPart(IterableDataset[MicroBatch]):
             # do), and of each share only 1/W would be kept. It is not to see them; torch has no public way to
             # say so.
             worker_state._worker_info = None
-        for number, (first, samples, counted) in enumerate(self._micro_batches()):
+        left = islice(self._micro_batches(), self._taken, None)
+        for number, (first, samples, counted) in enumerate(left):
             if number % workers == worker:
-                yield MicroBatch(self._collate(samples), first, counted)
+                yield MicroBatch(self._collated(samples, first), first, counted)
 
     def _micro_batches(self) -> Iterator[tuple[int, list[Any], int]]:
         """(first, samples, how many count) of each micro-batch of this rank, up to the stream's end."""
@@ -82,16 +88,31 @@ class StreamPart(IterableDataset[MicroBatch]):
     def _samples(self) -> Iterator[Any]:
         """The stream. Each reader sees the same: its random numbers are a function of the place in it."""
         seed_random(f"{self._key}/open")
-        iterator = iter(self._stream)
+        try:
+            iterator = iter(self._stream)
+        except Exception as error:
+            raise DataError(f"the stream cannot be opened: {type(error).__name__}: {error}") from error
         for place in count():
             seed_random(f"{self._key}/{place}")
+            self._board.mark(0, place)
             try:
                 sample = next(iterator)
             except StopIteration:
                 return
             except Exception as error:
                 raise DataError(f"sample {place} of the stream: {type(error).__name__}: {error}") from error
+            finally:
+                self._board.clear()
             yield sample
+
+    def _collated(self, samples: list[Any], first: int) -> Any:
+        try:
+            return self._collate(samples)
+        except Exception as error:
+            raise DataError(
+                f"{len(samples)} samples of the stream (from number {first} of the run on) cannot be made a micro-batch: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 def stream_steps(parts: Iterator[MicroBatch], cut: Cut, steps: range) -> Generator[StepBatch]:
@@ -140,38 +161,13 @@ def _fillers(template: list[Any], cut: Cut, step: int) -> tuple[MicroBatch, ...]
 
 def _tell(state: int, world: WorldLike, step: int, deadline_s: float) -> list[int]:
     """Every rank's state, by rank."""
-    if world.size == 1:
-        return [state]
-    states = torch.zeros(world.size, dtype=torch.uint8, device=_device())
+    states = [0] * world.size
     states[world.rank] = state
-    work = dist.all_reduce(states, async_op=True)
-    end, pause = time.monotonic() + deadline_s, POLL_S[0]
-    while work is not None and not work.is_completed():
-        if time.monotonic() > end:
-            raise DataError(
-                f"step {step}: rank {world.rank} waited {deadline_s:.0f} s for the other ranks to say "
-                "whether they have data (data.sharded = true). One of them is stuck in its dataset or has "
-                "ended; see its log."
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, POLL_S[1])
-    if work is not None:
-        try:
-            work.wait()
-        except Exception as error:
-            error.add_note(f"at step {step}, while ranks told each other whether they have data")
-            raise
-    return states.tolist()
+    return most_of(states, world, step, deadline_s, "say whether they have data (data.sharded = true)")
 
 
 def _send(template: list[Any], source: int) -> list[Any]:
     """One rank's template to all; those that have one keep theirs."""
     box = list(template) or [None]
-    dist.broadcast_object_list(box, src=source, device=_device())
+    dist.broadcast_object_list(box, src=source, device=group_device())
     return template or box
-
-
-def _device() -> torch.device:
-    """Where the default process group reduces."""
-    on_cpu = any(name in dist.get_backend() for name in ("gloo", "mpi"))
-    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())

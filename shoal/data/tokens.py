@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,7 @@ class TokenDataset:
         index = read_index(folder)
         self._shards = open_split(folder, index, split)
         self._ends = np.cumsum([len(shard.tokens) for shard in self._shards], dtype=np.int64)
+        self._files = [folder / f"{shard.file}.bin" for shard in index.splits[split].shards]
         self._fill = index.end_of_text
         self.num_tokens = index.splits[split].tokens
         self.seq_len = seq_len
@@ -74,6 +76,7 @@ class TokenDataset:
         number = int(np.searchsorted(self._ends, start, side="right"))
         while written < len(tokens) and number < len(self._shards):
             shard = self._shards[number]
+            require_whole(self._files[number], shard.tokens.nbytes)
             at = start + written - (int(self._ends[number]) - len(shard.tokens))
             part = shard.tokens[at : at + len(tokens) - written]
             tokens[written : written + len(part)] = part
@@ -82,6 +85,19 @@ class TokenDataset:
                 span = np.searchsorted(shard.starts, np.array([at, at + len(part)], dtype=np.uint64))
                 begins[written + shard.starts[slice(*span)].astype(np.int64) - at] = True
             written, number = written + len(part), number + 1
+
+
+def require_whole(path: Path, size: int) -> None:
+    """Raises ValueError for a mapped file that was cut short since: reading what is gone would kill the process (SIGBUS).
+
+    One that is deleted stays readable as long as it is mapped.
+    """
+    with suppress(FileNotFoundError):
+        if (found := path.stat().st_size) < size:
+            raise ValueError(
+                f"{path} has {found} bytes, and had {size} when it was opened: it was cut short while this run reads it. "
+                "Delete the folder and prepare it again; the run then goes on from its newest checkpoint."
+            )
 
 
 def number_documents(begins: Mask) -> tuple[Matrix, Matrix]:

@@ -1,26 +1,20 @@
-"""Datasets of the user's own: found by import path, told apart, each sample with randomness of its own."""
+"""Datasets of the user's own: found by import path, and told apart."""
 
 from __future__ import annotations
 
-import ctypes
 import inspect
-import signal
-import sys
-import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
-from shoal.data.cut import Portions
-from shoal.data.prefetch import DataError
 from shoal.imports import call_object, load_object
+from shoal.job import OnError
 from shoal.observe.host import cores
-from shoal.randomness import random_state_kept, seed_random
 
-DEATH_SETTLE_S = 0.2
 MOST_LOADERS = 4  # of a rank that nobody gave a number
+MOST_TRIED = 64
 
 Collate = Callable[[list[Any]], Any]
 
@@ -78,6 +72,17 @@ def collate_of(dataset: Any) -> Collate:
     return getattr(dataset, "collate_fn", None) or default_collate
 
 
+def first_sample(dataset: Any, on_error: OnError) -> Any:
+    """A sample of a map-style dataset, as all are: the first, or the first good one where bad ones are no reason to stop."""
+    tries = 1 if on_error == "raise" else min(MOST_TRIED, len(dataset))
+    for index in range(tries - 1):
+        try:
+            return dataset[index]
+        except Exception:
+            continue
+    return dataset[tries - 1]
+
+
 def loaders_for(said: int | None, device: torch.device | None) -> int:
     """Loader processes of a rank that reads by index: as said, else what its share of the cores leaves, on GPUs.
 
@@ -93,98 +98,6 @@ def loaders_for(said: int | None, device: torch.device | None) -> int:
         return 0
     share = int(cores()) // max(1, torch.get_device_module(device).device_count())
     return max(0, min(MOST_LOADERS, share - 1))
-
-
-class SeededDataset(Dataset[Any]):
-    """A map-style dataset read by (epoch, index); its random numbers depend on these and the seed alone."""
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self._dataset, self._seed = dataset, seed
-
-    def __getitem__(self, index: tuple[int, int]) -> Any:
-        epoch, number = index
-        seed_random(f"sample/{self._seed}/{epoch}/{number}")
-        try:
-            return self._dataset[number]
-        except Exception as error:
-            raise DataError(f"sample {number} (epoch {epoch}): {type(error).__name__}: {error}") from error
-
-
-def map_loader(
-    dataset: Any, portions: Portions, steps: range, *, seed: int, workers: int, deadline_s: float
-) -> DataLoader[Any]:
-    """A loader of one rank's micro-batches, collated, in order; a filler reads samples that do not count."""
-    ids = (
-        list(zip(portion.epoch[:rows].tolist(), portion.index[:rows].tolist(), strict=True))
-        for step in steps
-        for portion in portions(step)
-        for rows in [portion.samples or len(portion.index)]
-    )
-    return DataLoader(
-        SeededDataset(dataset, seed),
-        batch_sampler=ids,  # pyrefly: ignore[bad-argument-type]: any iterable of keys will do
-        num_workers=workers,
-        collate_fn=collate_of(dataset),
-        timeout=deadline_s if workers else 0,
-        worker_init_fn=begin_loader,
-        generator=torch.Generator(),  # without one, a loader draws from the global random numbers
-    )
-
-
-def loaded(loader: DataLoader[Any], workers: int, deadline_s: float) -> Generator[Any]:
-    """What a loader yields. Errors say what was waited for; the trainer's random numbers stay as they are."""
-    iterator = iter(loader)
-    number = 0
-    try:
-        while True:
-            try:
-                with random_state_kept():
-                    found = next(iterator)
-            except StopIteration:
-                return
-            except DataError:
-                raise
-            except Exception as found_error:
-                error = _root(found_error) if workers else found_error
-                raise DataError(
-                    f"micro-batch {number} from data.workers = {workers} loader processes (deadline "
-                    f"{deadline_s:.0f} s): {type(error).__name__}: {error}"
-                ) from error
-            yield found
-            number += 1
-    finally:
-        _end_processes(iterator)
-
-
-def begin_loader(worker: int) -> None:
-    """In a loader process: end when told to, as torch expects, and when its rank ends, however that ends (Linux)."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a rank's handler, inherited, would swallow it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the rank to act on
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def _root(error: Exception) -> Exception:
-    """The death of a loader process, if that is what an error comes from.
-
-    A dead process is first seen as a closed connection; moments later torch's SIGCHLD handler raises the death
-    itself, wherever the main thread is. Here it is waited for, so that it is reported and not lost.
-    """
-    try:
-        time.sleep(DEATH_SETTLE_S)
-    except RuntimeError as death:
-        return death
-    return error
-
-
-def _end_processes(iterator: Any) -> None:
-    """End a loader's processes now, though the traceback of an error may hold the iterator for long.
-
-    Until then torch's SIGCHLD handler raises wherever the main thread is when one of them has died.
-    """
-    shut_down = getattr(iterator, "_shutdown_workers", None)  # the iterator's __del__, by torch's name for it
-    if shut_down is not None:
-        shut_down()
 
 
 def _is_map_style(thing: Any) -> bool:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import sysconfig
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from shoal.frames import chain, user_frame
 from shoal.observe.status import Status
 from shoal.run import write_whole
-
-SHOAL = str(Path(__file__).parents[1])
 
 # What Gloo, NCCL and the store say on a rank whose peer has gone or does not come.
 PEER_GONE = re.compile(
@@ -111,36 +108,5 @@ def is_secondary(error: BaseException) -> bool:
 
     return any(
         isinstance(link, DeadlineError) or (isinstance(link, RuntimeError) and PEER_GONE.search(str(link)))
-        for link in _chain(error)
+        for link in chain(error)
     )
-
-
-def user_frame(error: BaseException) -> str:
-    """`file:line in function: source` of the innermost frame outside torch, other packages and shoal."""
-    frames = [frame for link in (*_chain(error),) for frame in traceback.extract_tb(link.__traceback__)]
-    if not frames:
-        return ""
-    mine = [frame for frame in frames if is_user_file(frame.filename)]
-    ours = [frame for frame in frames if frame.filename.startswith(SHOAL)]
-    frame = (mine or ours or frames)[-1]
-    return f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-
-
-def is_user_file(path: str) -> bool:
-    """Whether a source file is the user's own."""
-    packages = (
-        sysconfig.get_path("stdlib"),
-        sysconfig.get_path("purelib"),
-        sysconfig.get_path("platlib"),
-        SHOAL,
-        "<",
-    )
-    return not path.startswith(packages) and "site-packages" not in path
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

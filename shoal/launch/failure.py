@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.launch.errors import SHOAL, RankError, RankFiles, is_user_file, read_error
+from shoal.frames import SHOAL, is_user_file
+from shoal.launch.errors import RankError, RankFiles, read_error
 from shoal.observe.host import Memory
 from shoal.observe.status import Status, read_status
 

@@ -19,9 +19,9 @@ from shoal.config import ConfigError, Settings
 from shoal.data.format import is_prepared, read_index
 from shoal.data.prepare import prepare, prepared_key
 from shoal.data.text import HF, SourceKind, source_kind, source_name
+from shoal.frames import user_frame
 from shoal.imports import load_object, require_arguments
 from shoal.job import FAMILIES, FLOAT8, NARROW, Job
-from shoal.launch.errors import user_frame
 from shoal.models.build import builder
 from shoal.models.moe_presets import MoeDims, num_moe_parameters, resolve_moe
 from shoal.models.presets import LlamaDims, num_parameters, resolve

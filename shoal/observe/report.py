@@ -41,6 +41,8 @@ DETAILS = {
     "checkpoint refused": "{path}: {reason}",
     "alert": "rank {rank}: {message}",
     "fault": "rank {rank}: {message}",
+    "bad sample": "rank {rank}: sample {index}: {error}",
+    "loader restarted": "rank {rank}: loader process {pid} {reason}",
     "restart": "restart {number}, after step {step}",
     "given up": "after step {step}: {reason}",
 }
@@ -144,10 +146,9 @@ def _tiles(story: Story) -> str:
         _speed_tile(rows, unit),
         _amount_tile(rows, unit),
         _memory_tile(story.memory),
-        ("updates skipped", f"{sum(row.skipped for row in rows):,}", "the gradient was not finite"),
+        _skipped_tile(rows),
+        _bad_tile(story.events),
     ]
-    if not any(row.skipped for row in rows):
-        tiles.pop()
     shown = (
         f'<div><dt>{name}</dt><dd class="value">{value}</dd><dd class="also">{also}</dd></div>'
         for name, value, also in filter(None, tiles)
@@ -195,6 +196,18 @@ def _memory_tile(memory: dict[int, int]) -> Tile | None:
         return None
     most = max(memory, key=memory.__getitem__)
     return "most memory", f"{memory[most] / GIB:.2f} GiB", f"held by rank {most}"
+
+
+def _skipped_tile(rows: Sequence[StepRow]) -> Tile | None:
+    skipped = sum(row.skipped for row in rows)
+    return ("updates skipped", f"{skipped:,}", "the gradient was not finite") if skipped else None
+
+
+def _bad_tile(events: Sequence[Record]) -> Tile | None:
+    bad = {
+        (event.get("split"), str(event.get("index"))) for event in events if event["event"] == "bad sample"
+    }
+    return ("bad samples", f"{len(bad):,}", "could not be read; left out or replaced") if bad else None
 
 
 def _duration(seconds: float) -> str:

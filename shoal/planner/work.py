@@ -15,7 +15,7 @@ from shoal.data.cut import MicroBatch, StepBatch
 from shoal.data.format import is_prepared, read_index
 from shoal.data.text import SourceKind, source_kind
 from shoal.data.tokenizer import bytes_tokenizer, hugging_face_tokenizer
-from shoal.data.user import collate_of, is_iterable
+from shoal.data.user import collate_of, first_sample, is_iterable
 from shoal.models.build import builder
 from shoal.parallel.precision import map_tensors
 from shoal.plan import Plan
@@ -105,7 +105,7 @@ def _own(settings: Settings) -> Samples:
     """Micro-batches shaped like one of the dataset's first sample, repeated."""
     train = open_dataset(settings.data, settings.train.seed, None).train
     try:
-        sample = next(iter(train)) if is_iterable(train) else train[0]
+        sample = next(iter(train)) if is_iterable(train) else first_sample(train, settings.data.on_error)
     except Exception as error:
         raise ValueError(
             f"data.source = {settings.data.source!r}: its first sample, whose shape a plan needs, cannot be read: "

@@ -7,6 +7,7 @@ Each strikes once in a run, also if its step is taken again after a restart.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -24,6 +25,7 @@ STRUCK = "faults.struck"
 """the file in `ranks/` that lists faults that have struck, by their place in the setting"""
 FLIP = "flip"  # one bit of a parameter, which nothing but a comparison notices
 PARENT = "parent"  # the process that forked the ranks is killed, and they end with it
+LOADER = "loader"  # one of the rank's loader processes is killed, which the rank replaces
 PHASES = ("data", "forward", "reduce", "update", "eval", "save")
 SLOW_S = 2.0
 
@@ -213,6 +215,16 @@ def _ask_to_stop(fault: Fault) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _kill_a_loader(fault: Fault) -> None:
+    loaders = multiprocessing.active_children()
+    if not loaders or loaders[0].pid is None:
+        raise ValueError(
+            f"run.faults: loader rank={fault.rank} step={fault.step}: this rank has no loader process; give "
+            "a dataset of your own data.workers"
+        )
+    os.kill(loaders[0].pid, signal.SIGKILL)
+
+
 KINDS: dict[str, Callable[[Fault], None]] = {
     "kill": _kill,
     "crash": _crash,
@@ -225,7 +237,8 @@ KINDS: dict[str, Callable[[Fault], None]] = {
     "memory": _memory,
     "disk": _disk,
     "term": _ask_to_stop,
+    LOADER: _kill_a_loader,
 }
 ALL_KINDS = (*KINDS, PARENT, FLIP)
-DRAWN = tuple(kind for kind in ALL_KINDS if kind not in ("hang", "stop", "term", FLIP))
-"""those that a seed draws: no waiting for a deadline, and no orderly end"""
+DRAWN = tuple(kind for kind in ALL_KINDS if kind not in ("hang", "stop", "term", FLIP, LOADER))
+"""those that a seed draws: no waiting for a deadline, no orderly end, and none that not every job can have"""

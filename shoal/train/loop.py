@@ -21,6 +21,7 @@ from shoal.parallel.apply import synchronise_buffers
 from shoal.resilience.faults import show_state
 from shoal.resilience.replicas import require_equal_replicas
 from shoal.run import Run
+from shoal.train.bad import remember_events, remember_manifest
 from shoal.train.evaluate import Evaluation, evaluate
 from shoal.train.pauses import Pauses
 from shoal.train.resume import require_same_numbers
@@ -138,6 +139,7 @@ def _batches(training: Training, done: int, steps: int) -> Iterator[StepBatch]:
         training.world,
         start=done,
         stop=steps,
+        bad=training.bad.train,
         deadline_s=settings.run.deadline_s,
     )
 
@@ -154,6 +156,8 @@ def resume(training: Training) -> int:
     if settings.run.resume:
         in_memory = _from_memory(training)
         done = _from_disk(training) if in_memory is None else in_memory
+        if done:
+            remember_events(training.bad.train.known, run)
     elif world.is_main and (aside := run.set_aside()):
         training.progress.say(f"set aside what an earlier run left: {aside}")
     forget_after(run, world.rank, done)
@@ -189,6 +193,8 @@ def _from_disk(training: Training) -> int:
     for entry in refused if world.is_main else []:
         run.event("checkpoint refused", path=str(entry.path), reason=entry.reason)
         training.progress.say(f"left out {entry.path}: {entry.reason}")
+    if found is not None:
+        remember_manifest(training.bad.train.known, found.manifest)
     return found.step if found is not None else 0
 
 
@@ -260,7 +266,12 @@ def _evaluate(training: Training, done: int) -> Evaluation | None:
     training.status.enter("eval", done)
     began = time.perf_counter()
     held_out = eval_batches(
-        training.datasets.eval, settings.job, training.plan, world, deadline_s=settings.run.deadline_s
+        training.datasets.eval,
+        settings.job,
+        training.plan,
+        world,
+        bad=training.bad.eval,
+        deadline_s=settings.run.deadline_s,
     )
     result = evaluate(training.model, training.objective, held_out, world)
     training.metrics.write_eval(done, result.loss, result.weight, time.perf_counter() - began)

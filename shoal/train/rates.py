@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import nn
 
-from shoal.data.user import collate_of, is_iterable
+from shoal.data.user import collate_of, first_sample, is_iterable
 from shoal.job import Job
 from shoal.models.moe_presets import resolve_moe
 from shoal.models.presets import resolve
@@ -47,7 +47,12 @@ def rates(
     def sample() -> Any:
         if not is_text and is_iterable(datasets.train):
             return None
-        return _one_sample(datasets.train, is_text=is_text)
+        train = datasets.train
+        return (
+            train.fetch(np.array([0]))
+            if is_text
+            else collate_of(train)([first_sample(train, job.data.on_error)])
+        )
 
     return rates_of(job, build, objective, datasets.vocab, sample, device_flops, num_devices)
 
@@ -79,8 +84,3 @@ def rates_of(
         counted = counted_flops(build, objective, one)
         flops = counted * batch if counted else None
     return Rates("tokens" if is_text else "samples", weight, flops, peak)
-
-
-def _one_sample(train: Any, *, is_text: bool) -> Any:
-    """A batch of one."""
-    return train.fetch(np.array([0])) if is_text else collate_of(train)([train[0]])

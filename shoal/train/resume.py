@@ -14,6 +14,9 @@ FREE = (  # a change of these bends what comes, and does not contradict what was
     "train.eval_samples",
     "train.loss_scale_growth",
     "data.workers",
+    "data.on_error",
+    "data.most_bad",
+    "data.deadline_s",
     "optimizer.",
 )
 

@@ -21,6 +21,7 @@ from shoal.parallel.apply import parallelize
 from shoal.plan import Plan
 from shoal.resilience.snapshot import Snapshots, open_snapshots
 from shoal.run import Run
+from shoal.train.bad import BadOfRun, bad_of, known_to_all
 from shoal.train.objective import NextToken, Objective, as_objective
 from shoal.train.rates import Rates, rates
 from shoal.train.step import Step
@@ -43,6 +44,7 @@ class Training(NamedTuple):
     metrics: MetricsWriter
     status: RankStatus
     snapshots: Snapshots | None
+    bad: BadOfRun
 
     def state(self) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint, by name."""
@@ -50,12 +52,15 @@ class Training(NamedTuple):
 
 
 def facts_of(training: Training) -> dict[str, Any]:
-    """What a checkpoint's manifest says of what wrote it."""
+    """What a checkpoint's manifest says of what wrote it, and of the data so far. Collective."""
+    survives = training.settings.data.on_error != "raise"
+    left_out = known_to_all(training.bad.train.known, training.world) if survives else {}
     return {
         "job": training.settings.job.model_dump(mode="json"),
         "plan": training.plan.model_dump(),
         "world_size": training.world.size,
         "vocab": training.datasets.vocab,
+        **left_out,
     }
 
 
@@ -114,6 +119,7 @@ def set_up(
         metrics,
         status,
         snapshots,
+        bad_of(run),
     )
 
 

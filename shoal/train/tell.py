@@ -14,6 +14,7 @@ from shoal.models.build import builder
 from shoal.observe.metrics import GIB, memory_bytes
 from shoal.parallel.initialise import build_on_meta
 from shoal.run import read_json_lines, write_whole
+from shoal.train.bad import bad_events
 from shoal.train.setup import Training
 from shoal.world import detect_cluster
 
@@ -81,6 +82,11 @@ def conclude(training: Training, done: int, stopped: bool) -> None:
     if skipped := sum(record.get("skipped", False) for record in records):
         say(
             f"skipped  {skipped} of {done} steps made no update: loss or gradients were not finite, see events.jsonl"
+        )
+    if bad := {event["index"] for event in bad_events(run)}:
+        say(
+            f"bad      {len(bad)} {_many(len(bad), 'sample')} could not be read, and data.on_error = "
+            f"{training.settings.data.on_error} did without: see events.jsonl"
         )
     say(f"memory   {' '.join(f'{gib:.2f}' for gib in held)} GiB by rank, at most")
     if newest := list_checkpoints(run.checkpoints)[0]:

@@ -27,4 +27,4 @@ def test_faults_of_a_campaign_are_possible_and_the_same_for_a_seed() -> None:
         require_possible(drawn(parse_faults(text), ranks, steps=6), ranks, steps=6)
     assert {plan for plan, _ in asked} == set(PLANS)
     kinds = {text.split()[0] for _, text in asked}
-    assert kinds >= set(ALL_KINDS) - {"slow", "flip"}
+    assert kinds >= set(ALL_KINDS) - {"slow", "flip", "loader"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,14 +105,51 @@ class Stuck(Numbers):
         return index
 
 
-class Dying(Numbers):
-    """Its process ends at sample 5, as one that runs out of memory does."""
+class Deadly(Augmented):
+    """A process that reads sample 5 ends, by a signal or with an exit code; `times` times, or always."""
 
-    def __getitem__(self, index: int) -> int:
-        if index == 5:
-            time.sleep(0.3)  # until what it made before has been taken
-            os._exit(9)
-        return index
+    def __init__(self, n: int, how: int = -9, times: int = 1 << 30, folder: Path | None = None) -> None:
+        super().__init__(n)
+        self.how, self.times, self.folder = how, times, folder
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5 and self._again():
+            if self.how >= 0:
+                os._exit(self.how)
+            os.kill(os.getpid(), -self.how)
+        return super().__getitem__(index)
+
+    def _again(self) -> bool:
+        if self.folder is None:
+            return True
+        before = len(list(self.folder.iterdir()))
+        (self.folder / str(before)).touch()
+        return before < self.times
+
+
+class Patchy(Augmented):
+    """Some samples cannot be read; `read` has what was asked for."""
+
+    def __init__(self, n: int, bad: tuple[int, ...] = (3, 5)) -> None:
+        super().__init__(n)
+        self.bad = bad
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        if index in self.bad:
+            raise OSError(f"no file {index}.png")
+        return super().__getitem__(index)
+
+
+class Moody(Augmented):
+    """Samples whose augmentation fails in some epochs."""
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        if random.random() < 0.2:
+            raise ValueError("the crop is empty")
+        return sample
 
 
 class Stream(IterableDataset[int]):

@@ -21,12 +21,10 @@ from shoal.plan import Plan
 from tests.data.sources import (
     Augmented,
     Broken,
-    Dying,
     Numbers,
     Pairs,
     Place,
     Stream,
-    Stuck,
     ids,
     write_tokens,
 )
@@ -134,20 +132,14 @@ def test_a_collate_function_of_the_datasets_own_is_used() -> None:
 def test_a_sample_that_cannot_be_read_is_named(workers: int) -> None:
     steps = batches(Broken(8), job(workers, shuffle=False), WORLDS[1], Place(0, 1))
     assert ids(next(steps)) == [0, 1, 2, 3]
-    with pytest.raises(DataError, match=r"step 1: (.|\n)*sample 5 \(epoch 0\): OSError: the disk is gone"):
+    with pytest.raises(DataError) as caught:
         next(steps)
-
-
-def test_a_stuck_loader_process_is_reported_after_the_deadline() -> None:
-    steps = batches(Stuck(8), job(1, shuffle=False), WORLDS[1], Place(0, 1), deadline_s=0.5)
-    with pytest.raises(DataError, match=r"step 1: micro-batch 2 from data.workers = 1 .*timed out after 0.5"):
-        list(steps)
-
-
-def test_a_loader_process_that_dies_is_reported() -> None:
-    steps = batches(Dying(8), job(1, shuffle=False), WORLDS[1], Place(0, 1))
-    with pytest.raises(DataError, match=r"step 1: micro-batch 2 from data.workers = 1 .*exited unexpectedly"):
-        list(steps)
+    who = "loader process 0 of rank 0" if workers else "rank 0"
+    assert str(caught.value).startswith(
+        f"step 1: sample 5 (epoch 0) cannot be read by {who}: OSError: the disk is gone, at "
+    )
+    assert "sources.py:" in str(caught.value)
+    assert 'in __getitem__: raise OSError("the disk is gone")' in str(caught.value)
 
 
 def test_what_is_no_dataset_or_empty_is_refused_at_once() -> None:

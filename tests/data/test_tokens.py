@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -84,3 +85,23 @@ def test_a_split_without_text_is_refused(tmp_path: Path) -> None:
 def test_large_ids_survive(tmp_path: Path) -> None:
     write_tokens(tmp_path, [[100_000, 5, 200_000]], vocab=200_001)
     assert TokenDataset(tmp_path, "train", 2).fetch(np.array([0]))["tokens"].tolist() == [[100_000, 5]]
+
+
+def test_a_shard_that_is_cut_short_while_it_is_read_is_named_and_one_that_is_deleted_stays_readable(
+    tmp_path: Path,
+) -> None:
+    write_tokens(tmp_path, [[*range(1000), 1000]] * 40, vocab=1001, shard_tokens=10_000)
+    dataset = TokenDataset(tmp_path, "train", 16)
+    ends = np.array([0, len(dataset) // 3, len(dataset) - 1])  # of the first, the second and the last shard
+    right = dataset.fetch(ends)["tokens"]
+    second = tmp_path / "train-00001.bin"
+    second.unlink()
+    assert dataset.fetch(ends)["tokens"].equal(right)
+    last = sorted(tmp_path.glob("*.bin"))[-1]
+    os.truncate(last, 5000)
+    with pytest.raises(
+        ValueError, match=rf"{last} has 5000 bytes, and had \d+ .*Delete the folder and prepare it again"
+    ):
+        dataset.fetch(ends)
+    with pytest.raises(ValueError, match=rf"{second} is missing. Delete the folder and prepare it again"):
+        TokenDataset(tmp_path, "train", 16)
