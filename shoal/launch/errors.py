@@ -8,11 +8,13 @@ import re
 import sysconfig
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from shoal.causes import causes
 from shoal.observe.status import Status
+from shoal.resilience.memory import is_out_of_memory
 from shoal.run import write_whole
 
 SHOAL = str(Path(__file__).parents[1])
@@ -58,6 +60,9 @@ class RankError(NamedTuple):
     traceback: str
     time: float
     secondary: bool
+    notes: Sequence[str] = ()
+    """lines that explain it, which were added where it was raised"""
+    out_of_memory: bool = False
 
     def write(self, path: Path) -> None:
         write_whole(path, json.dumps(self._asdict(), indent=1))
@@ -97,6 +102,8 @@ def describe(error: BaseException, status: Status) -> RankError:
         traceback="".join(traceback.format_exception(error)),
         time=time.time(),
         secondary=is_secondary(error),
+        notes=getattr(error, "__notes__", ()),
+        out_of_memory=is_out_of_memory(error),
     )
 
 
@@ -111,13 +118,13 @@ def is_secondary(error: BaseException) -> bool:
 
     return any(
         isinstance(link, DeadlineError) or (isinstance(link, RuntimeError) and PEER_GONE.search(str(link)))
-        for link in _chain(error)
+        for link in causes(error)
     )
 
 
 def user_frame(error: BaseException) -> str:
     """`file:line in function: source` of the innermost frame outside torch, other packages and shoal."""
-    frames = [frame for link in (*_chain(error),) for frame in traceback.extract_tb(link.__traceback__)]
+    frames = [frame for link in causes(error) for frame in traceback.extract_tb(link.__traceback__)]
     if not frames:
         return ""
     mine = [frame for frame in frames if is_user_file(frame.filename)]
@@ -136,11 +143,3 @@ def is_user_file(path: str) -> bool:
         "<",
     )
     return not path.startswith(packages) and "site-packages" not in path
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -175,6 +175,7 @@ def _died(end: End) -> bool:
 def _failed(end: End, error: RankError) -> Culprit:
     where = f"in step {error.step}, phase {error.phase}"
     details = [f"at {error.frame}"] if error.frame else []
+    details += error.notes
     if error.secondary:
         details.append(
             "this says only that another rank is gone or did not come; no rank left a cause of its own"

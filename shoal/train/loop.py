@@ -22,6 +22,7 @@ from shoal.resilience.faults import show_state
 from shoal.resilience.replicas import require_equal_replicas
 from shoal.run import Run
 from shoal.train.evaluate import Evaluation, evaluate
+from shoal.train.filled import memory_told
 from shoal.train.pauses import Pauses
 from shoal.train.resume import require_same_numbers
 from shoal.train.setup import Training, facts_of, set_up
@@ -56,7 +57,7 @@ def train(settings: Settings, world: World, status: RankStatus, stop: StopFlag) 
         return
     with training.progress:
         introduce(training, done)
-        with Pauses() as pauses:
+        with Pauses() as pauses, memory_told(training.step, world.device):
             done, stopped = train_steps(training, done, stop, pauses)
         if not stopped:
             _evaluate(training, done)

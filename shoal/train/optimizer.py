@@ -118,6 +118,13 @@ class LocalOptimizer:
                 found[f"{name}.{kind}"] = _like(value, parameter)
         return found
 
+    def held(self) -> dict[str, list[Tensor]]:
+        """This rank's parts of what training keeps, as far as they are there, by kind; nothing is made."""
+        grads = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
+        grads += [part.grad for part in self._locals.values() if part.grad is not None]
+        parts = [part.detach() for part in self._locals.values()]
+        return {"parameters": parts, "gradients": grads, "optimizer state": self._update.held()}
+
 
 class AtOnce:
     """One torch optimizer over parts that are all on the device, with its state."""
@@ -146,6 +153,11 @@ class AtOnce:
             if self._settings.name == "adamw":
                 state["step"] = torch.zeros((), dtype=torch.float32, device=part.device)
         return {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
+
+    def held(self) -> list[Tensor]:
+        """State tensors that are there."""
+        states = self._torch.state.values()
+        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 
 def _place(tensor: Tensor) -> tuple[int, int | torch.SymInt]:

@@ -96,7 +96,8 @@ def set_up(
     )
     progress = Progress(job.train.steps, shown=world.is_main, every=settings.run.log_every)
     metrics = MetricsWriter(run, world.rank, tensorboard=settings.run.tensorboard)
-    about = f"{plan.model_dump()}, rank {world.rank}"
+    # the micro-batch has no part in how state is cut, and gets smaller when a rank is out of memory
+    about = f"{plan.model_dump(exclude={'micro_batch'})}, rank {world.rank}"
     snapshots = open_snapshots(
         settings.checkpoint.memory_every, lambda: model_state(model) | step.state(), about
     )
