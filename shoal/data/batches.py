@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from shoal.data.cut import (
 )
 from shoal.data.format import TOKENIZER_FILE, PreparedIndex, read_index
 from shoal.data.prefetch import DataError, at_step, read_ahead
+from shoal.data.sampler import sample_ids
 from shoal.data.stream import Slice, StreamPart, sharded_steps, stream_steps
 from shoal.data.synthetic import EVAL_SAMPLES, TRAIN_SAMPLES, SyntheticDataset
 from shoal.data.text import SourceKind, source_kind, source_name
@@ -48,6 +49,7 @@ __all__ = [
     "WorldLike",
     "batches",
     "eval_batches",
+    "numbers_of",
     "open_dataset",
 ]
 
@@ -134,6 +136,14 @@ def batches(
         )
     portions = train_portions(cut, job.train.seed, _length(dataset), job.data.shuffle)
     return _indexed(dataset, job, portions, steps, world, deadline_s)
+
+
+def numbers_of(dataset: Any, job: Job) -> Callable[[MicroBatch], list[int]]:
+    """From a micro-batch to the numbers of its samples: in the dataset, or where it has none, in the run."""
+    if not isinstance(dataset, TextDataset) and is_iterable(dataset):
+        return lambda micro: list(range(micro.first, micro.first + micro.samples))
+    seed, n, shuffle = job.train.seed, _length(dataset), job.data.shuffle
+    return lambda micro: sample_ids(seed, micro.first, micro.samples, n, shuffle).index.tolist()
 
 
 def eval_batches(

@@ -18,7 +18,7 @@ SAID = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
     r"Cuda failure .{0,20}out of memory"
 )
-CUT_BY_MICRO_BATCH = ("forward", "eval")
+CUT_BY_MICRO_BATCH = ("forward", "diagnose", "eval")
 """phases that need less memory with a smaller micro-batch; "forward" has the backward in it"""
 KEEPS_ALL = ("gpipe", "looped_bfs")
 """schedules that run all micro-batches forward before the first one backward"""

@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.checkpoint.folder import Checkpoint, CheckpointError
 from shoal.checkpoint.store import load_newest, newest, save
 from shoal.config import Settings
-from shoal.data.batches import batches, eval_batches
+from shoal.data.batches import batches, eval_batches, numbers_of
 from shoal.data.cut import StepBatch
 from shoal.observe.metrics import Metrics, forget_after, memory_bytes, reserved_bytes
 from shoal.observe.report import write_report
@@ -23,6 +23,7 @@ from shoal.resilience.replicas import require_equal_replicas
 from shoal.run import Run
 from shoal.train.evaluate import Evaluation, evaluate
 from shoal.train.filled import memory_told
+from shoal.train.nonfinite import find_cause
 from shoal.train.pauses import Pauses
 from shoal.train.resume import require_same_numbers
 from shoal.train.setup import Training, facts_of, set_up
@@ -30,6 +31,9 @@ from shoal.train.step import StepResult
 from shoal.train.tell import already_done, conclude, introduce
 from shoal.world import World
 
+EXPLAINED_EVERY = (
+    10  # of steps in a row without an update, whose cause is looked for: the first, and then each tenth
+)
 MOST_SKIPPED = 50  # steps in a row without an update, after which a run is lost
 
 
@@ -79,14 +83,19 @@ def train_steps(training: Training, done: int, stop: StopFlag, pauses: Pauses) -
     asynchronous = training.world.device.type == "cuda"
     unread: list[StepResult] = []
     clock, stopped = Clock(), False
+
+    def read() -> None:
+        nonlocal stopped
+        stopped = _report(training, unread, clock) or stopped
+
     status.enter("data", done)
     for batch in _batches(training, done, steps):
-        unread.append(training.step(batch, stop=stop.requested))
+        unread.append(training.step(batch, stop=stop.requested, before_update=read))
         done = batch.step + 1
         pauses.after_step(done)
         due_eval, due_save, due_copy = (_is_due(every, done, steps) for every in _periods(training.settings))
-        numbers_are_due = not asynchronous or due_eval or due_save or due_copy
-        stopped = _report(training, unread, clock, leave=int(not numbers_are_due))
+        if not asynchronous or due_eval or due_save or due_copy:
+            read()
         if due_copy:
             _copy(training, done)
         if stopped:
@@ -98,7 +107,7 @@ def train_steps(training: Training, done: int, stop: StopFlag, pauses: Pauses) -
         if due_eval or due_save:
             clock.restart()
         status.enter("data", done)
-    stopped = _report(training, unread, clock, leave=0) or stopped
+    read()
     return done, stopped and done < steps
 
 
@@ -208,10 +217,10 @@ def _state_to_keep(training: Training, done: int) -> dict[str, Tensor]:
     return state
 
 
-def _report(training: Training, unread: list[StepResult], clock: Clock, *, leave: int) -> bool:
-    """Write and show the numbers of all but the `leave` newest results; returns whether a rank asked to stop."""
+def _report(training: Training, unread: list[StepResult], clock: Clock) -> bool:
+    """Write and show the numbers of results; returns whether a rank asked to stop. Collective where a step was skipped."""
     stopping = False
-    while len(unread) > leave:
+    while unread:
         result = unread.pop(0)
         numbers = result.numbers  # waits for the step
         metrics = _measure(training, result, clock.lap(result))
@@ -219,7 +228,7 @@ def _report(training: Training, unread: list[StepResult], clock: Clock, *, leave
         training.progress.step(metrics)
         clock.skipped = clock.skipped + 1 if numbers.skipped else 0
         if numbers.skipped:
-            _note_skipped(training, metrics, clock.skipped)
+            _note_skipped(training, result, metrics, clock)
         stopping = stopping or numbers.stop
     return stopping
 
@@ -241,16 +250,22 @@ def _measure(training: Training, result: StepResult, seconds: float) -> Metrics:
     )
 
 
-def _note_skipped(training: Training, metrics: Metrics, in_a_row: int) -> None:
+def _note_skipped(training: Training, result: StepResult, metrics: Metrics, clock: Clock) -> None:
+    in_a_row, cause = clock.skipped, None
+    if in_a_row % EXPLAINED_EVERY == 1:
+        training.status.enter("diagnose", result.step)
+        numbers = numbers_of(training.datasets.train, training.settings.job)
+        cause = find_cause(training.step, result, numbers)
+        training.progress.say(f"step {metrics.step} was skipped: {cause.message}")
+        clock.restart()
     if training.world.is_main:
-        training.run.event(
-            "step skipped", step=metrics.step, loss=str(metrics.loss), grad_norm=str(metrics.grad_norm)
-        )
+        numbers = {"loss": str(metrics.loss), "grad_norm": str(metrics.grad_norm)}
+        training.run.event("step skipped", step=metrics.step, **numbers, **(cause.record() if cause else {}))
     if in_a_row >= MOST_SKIPPED:
         raise FloatingPointError(
             f"{in_a_row} steps in a row had no finite gradient (last: step {metrics.step}, loss {metrics.loss}, norm "
             f"{metrics.grad_norm}); weights are those of step {metrics.step - in_a_row}. Try a lower optimizer.lr, a "
-            "longer optimizer.warmup, or train.precision=fp32 to see where it begins"
+            "longer optimizer.warmup, or train.precision=fp32 to see where it begins; events.jsonl has what was found"
         )
 
 

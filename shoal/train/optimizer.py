@@ -87,6 +87,26 @@ class LocalOptimizer:
         return {name: part.grad for name, part in self._locals.items() if part.grad is not None}
 
     @torch.no_grad()
+    def set_gradients_aside(self) -> dict[str, Tensor]:
+        """Move what `take_gradients` took into host memory, so that another backward neither finds it nor writes over it."""
+        aside = {
+            name: part.grad.to("cpu", copy=True)
+            for name, part in self._locals.items()
+            if part.grad is not None
+        }
+        for part in self._locals.values():
+            part.grad = None
+        return aside
+
+    @torch.no_grad()
+    def put_gradients_back(self, aside: Mapping[str, Tensor]) -> None:
+        """Have what `set_gradients_aside` gave again, and no other gradients."""
+        for name, parameter in self.parameters.items():
+            parameter.grad = None
+            part = self._locals[name]
+            part.grad = aside[name].to(part.device) if name in aside else None
+
+    @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
         """What `take_gradients` took, shaped and sharded like the parameters."""
         return {
