@@ -22,6 +22,7 @@ from shoal.launch.failure import End, Scene, behind, read_ends, report
 from shoal.launch.nursery import Event, Order
 from shoal.launch.worker import SAME_STOP_S, TRAIN
 from shoal.observe import host
+from shoal.observe.health import health_watched
 from shoal.observe.host import Memory
 from shoal.resilience.faults import STRUCK
 from shoal.resilience.memory import Lighter, lighter
@@ -83,13 +84,16 @@ def _generations(settings: Settings, run: Run, order: Order, requests: Requests,
     # what else ranks do, such as a benchmark, has nothing that it could go on from
     restarts = Restarts(settings.run.restarts if order.target == TRAIN else 0)
     meets_by_file = settings.run.init_method.startswith("file:")  # which serves one meeting
-    with ExitStack() as stack:
+    watched = health_watched(run, order.ranks, device=order.device, environment=os.environ)
+    with watched as health, ExitStack() as stack:
         nursery = stack.enter_context(Ranks.start(order))
         while True:
             _clear(run.ranks)
             nursery.order(order)
             watch = Watch(run, nursery, requests, settings.run.deadline_s)
             scene = watch.until_end()
+            if scene is not None and health is not None:
+                scene = scene._replace(gpus=health.leaving())
             if scene is None:
                 step = min(end.step for end in watch.ends())
                 stopped = _was_stopped(run, step < settings.train.steps)
@@ -99,6 +103,7 @@ def _generations(settings: Settings, run: Run, order: Order, requests: Requests,
             failure = failure._replace(remedied=remedy.plan is not None)
             why = "a signal asked it to stop" if requests.count else restarts.refuse(failure)
             why = f"{why}; {remedy.why_not}" if why and remedy.why_not else why
+            why = why or "; ".join(scene.gpus) or None
             if why is None and meets_by_file:
                 why = f"run.init_method = {settings.run.init_method} serves one meeting of ranks"
             if why is not None:

@@ -58,10 +58,10 @@ class Ran(NamedTuple):
         return [event[key] for event in self.events if event["event"] == kind]
 
 
-def ran(folder: Path, faults: str = "", **policy: Any) -> Ran:
+def ran(folder: Path, faults: str = "", *, device: str = "cpu", **policy: Any) -> Ran:
     found = settings(folder, faults, **policy)
     assert found.plan is not None
-    return Ran(launch(found, found.plan.world_size, device="cpu", quiet=True), folder)
+    return Ran(launch(found, found.plan.world_size, device=device, quiet=True), folder)
 
 
 @pytest.fixture(scope="module")
