@@ -41,6 +41,7 @@ DETAILS = {
     "checkpoint refused": "{path}: {reason}",
     "alert": "rank {rank}: {message}",
     "fault": "rank {rank}: {message}",
+    "rewind": "loss {loss}, {score} deviations up: back to step {to}, without the data of {skipped} steps from {skipped_from} on",
     "micro-batch halved": "rank {rank} was out of memory: micro-batches of {after} in place of {before} samples; {memory}",
     "restart": "restart {number}, after step {step}",
     "given up": "after step {step}: {reason}",
