@@ -149,7 +149,7 @@ class Train(Section):
         0.0,
         ge=0,
         description="standard deviations above the losses before it, as their medians tell, from which a step's loss is a spike: "
-        "the run goes back to before it and skips its data; 0: never. 10 is a loss that training does not reach by chance",
+        "the run goes back to before it and skips its data; 0: never",
     )
     spike_window: int = Field(100, ge=4, description="losses before a step that a spike is told from")
     spike_rewind: int = Field(20, ge=0, description="steps before a spike whose data is skipped with it")

@@ -46,12 +46,12 @@ def what_fills(held: Mapping[str, Iterable[Tensor]], device: torch.device) -> li
     tensors = {kind: list(parts) for kind, parts in held.items()}
     if device.type == "cuda":
         return _on_gpu(tensors, torch.cuda.memory_snapshot(), device)
-    kinds = ", ".join(f"{kind} {_gib(sum(map(_nbytes, parts)))}" for kind, parts in tensors.items())
+    kinds = ", ".join(f"{kind} {_size(sum(map(_nbytes, parts)))}" for kind, parts in tensors.items())
     found = [f"of it {kinds}; the rest is activations and the program"]
     if (resident := _resident_bytes()) is not None:
         memory = host.memory()
         used = f"; in use on the host are {memory.describe()}" if memory else ""
-        found.insert(0, f"this process holds {_gib(resident)}{used}")
+        found.insert(0, f"this process holds {_size(resident)}{used}")
     return found
 
 
@@ -63,12 +63,12 @@ def _on_gpu(
     cached = torch.cuda.memory_reserved(device) - used
     others = total - free - used - cached
     lines = [
-        f"of {_gib(total)} on {device}, tensors hold {_gib(used)}, the allocator keeps {_gib(cached)} more in pieces, and "
-        f"{_gib(others)} are CUDA's, NCCL's and other processes'"
+        f"of {_size(total)} on {device}, tensors hold {_size(used)}, the allocator keeps {_size(cached)} more in pieces, and "
+        f"{_size(others)} are CUDA's, NCCL's and other processes'"
     ]
     kinds, rest = blocks_by_kind(tensors, segments, device.index or 0)
-    told = ", ".join(f"{kind} {_gib(size)}" for kind, size in kinds.items())
-    lines.append(f"tensors are {told}, and activations and buffers {_gib(sum(rest.values()))}")
+    told = ", ".join(f"{kind} {_size(size)}" for kind, size in kinds.items())
+    lines.append(f"tensors are {told}, and activations and buffers {_size(sum(rest.values()))}")
     if rest:
         lines.append(f"largest of these: {_largest(rest, _shapes(device))}")
     return lines
@@ -98,7 +98,7 @@ def _largest(rest: Mapping[int, int], shapes: Mapping[int, str]) -> str:
         shape = next(
             (shapes[address] for address, own in rest.items() if own == size and address in shapes), ""
         )
-        said.append(f"{counts[size]} x {_gib(size)}" + (f" (such as {shape})" if shape else ""))
+        said.append(f"{counts[size]} x {_size(size)}" + (f" (such as {shape})" if shape else ""))
     return ", ".join(said)
 
 
@@ -124,5 +124,5 @@ def _resident_bytes() -> int | None:
     return None
 
 
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"
+def _size(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

@@ -49,7 +49,7 @@ class SpikeError(Exception):
 
 
 def is_before(checkpoint: Checkpoint, step: int, skips: list[tuple[int, int]]) -> bool:
-    """Whether a checkpoint is of a step or before, and has seen nothing of what is skipped by now, as some have that are there."""
+    """Whether a checkpoint is of a step or before, and has seen nothing of what is skipped by now: some that have are there."""
     known = checkpoint.manifest.get("skipped_data", [])
     gone = [[begin, length] for begin, length in skips if begin < checkpoint.step]
     return checkpoint.step <= step and all(skip in known for skip in gone)
