@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
+
+from shoal.causes import causes
 
 SHOAL = str(Path(__file__).parent)
 
 
 def user_frame(error: BaseException) -> str:
     """`file:line in function: source` of the innermost frame outside torch, other packages and shoal."""
-    frames = [frame for link in (*chain(error),) for frame in traceback.extract_tb(link.__traceback__)]
+    frames = [frame for link in causes(error) for frame in traceback.extract_tb(link.__traceback__)]
     if not frames:
         return ""
     mine = [frame for frame in frames if is_user_file(frame.filename)]
@@ -31,12 +32,3 @@ def is_user_file(path: str) -> bool:
         "<",
     )
     return not path.startswith(packages) and "site-packages" not in path
-
-
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and what caused it, as a traceback shows them, each once."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

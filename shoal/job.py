@@ -177,6 +177,24 @@ class Train(Section):
     eval_samples: int | None = Field(None, ge=1, description="at most so many held-out samples an evaluation")
     loss_scale: float = Field(65536.0, gt=0, description="initial loss scale, fp16 only")
     loss_scale_growth: int = Field(2000, ge=1, description="finite steps until the fp16 loss scale doubles")
+    spike: float = Field(
+        0.0,
+        ge=0,
+        description="standard deviations above the losses before it, as their medians tell, from which a step's loss is a spike: "
+        "the run goes back to before it and skips its data; 0: never",
+    )
+    spike_window: int = Field(100, ge=4, description="losses before a step that a spike is told from")
+    spike_rewind: int = Field(20, ge=0, description="steps before a spike whose data is skipped with it")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        defaults = type(self).model_fields
+        for key in ("spike_window", "spike_rewind"):
+            if self.spike == 0 and getattr(self, key) != defaults[key].default:
+                raise ValueError(
+                    f"{key} = {getattr(self, key)} is for spikes, and spike = 0 sees none; use spike = 10.0, or leave it out"
+                )
+        return self
 
 
 class Optimizer(Section):

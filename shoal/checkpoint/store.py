@@ -168,6 +168,7 @@ def load_newest(
     world: World,
     *,
     accept: Callable[[Checkpoint], None],
+    among: Callable[[Checkpoint], bool] = lambda checkpoint: True,
 ) -> tuple[Checkpoint | None, list[Refused]]:
     """Load the newest checkpoint whose every byte is as it was written; None if there never was a checkpoint. Collective.
 
@@ -176,11 +177,12 @@ def load_newest(
     Args:
         state: asked once, for the tensors to read into.
         accept: raises, on all ranks alike, what speaks against a checkpoint of which only the manifest is read.
+        among: which checkpoints come into question, as rank 0 sees them; left out, all.
 
     Raises:
         CheckpointError: there are checkpoints and none can be read.
     """
-    paths, refused = _candidates(folder, world)
+    paths, refused = _candidates(folder, world, among)
     damaged: list[Path] = []
     tensors: dict[str, Tensor] | None = None
     for path in paths:
@@ -205,11 +207,14 @@ def load_newest(
     return None, refused
 
 
-def _candidates(folder: Path, world: World) -> tuple[list[Path], list[Refused]]:
+def _candidates(
+    folder: Path, world: World, among: Callable[[Checkpoint], bool] = lambda checkpoint: True
+) -> tuple[list[Path], list[Refused]]:
     """Complete checkpoints as rank 0 sees them, newest first, and what it refused."""
     answer = None
     if world.is_main:
         good, refused = list_checkpoints(folder)
+        good = list(filter(among, good))
         answer = json.dumps(
             [[str(c.path) for c in reversed(good)], [(str(r.path), r.reason) for r in refused]]
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from shoal.data.cut import (
 from shoal.data.format import TOKENIZER_FILE, PreparedIndex, read_index
 from shoal.data.loaders import Casualty, loader_of, steadily
 from shoal.data.prefetch import DataError, read_ahead
+from shoal.data.sampler import sample_ids
 from shoal.data.stream import Slice, StreamPart, sharded_steps, stream_steps
 from shoal.data.supply import Supply, sample_deadline, told
 from shoal.data.synthetic import EVAL_SAMPLES, TRAIN_SAMPLES, SyntheticDataset
@@ -46,6 +47,7 @@ __all__ = [
     "WorldLike",
     "batches",
     "eval_batches",
+    "numbers_of",
     "open_dataset",
 ]
 
@@ -138,6 +140,14 @@ def batches(
         )
     portions = train_portions(cut, job.train.seed, _length(dataset), job.data.shuffle)
     return _indexed(dataset, job, plan, portions, steps, world, bad, deadline_s)
+
+
+def numbers_of(dataset: Any, job: Job) -> Callable[[MicroBatch], list[int]]:
+    """From a micro-batch to the numbers of its samples: in the dataset, or where it has none, in the run."""
+    if not isinstance(dataset, TextDataset) and is_iterable(dataset):
+        return lambda micro: list(range(micro.first, micro.first + micro.samples))
+    seed, n, shuffle = job.train.seed, _length(dataset), job.data.shuffle
+    return lambda micro: sample_ids(seed, micro.first, micro.samples, n, shuffle).index.tolist()
 
 
 def eval_batches(

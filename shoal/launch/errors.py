@@ -7,11 +7,14 @@ import os
 import re
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.frames import chain, user_frame
+from shoal.causes import causes
+from shoal.frames import user_frame
 from shoal.observe.status import Status
+from shoal.resilience.memory import is_out_of_memory
 from shoal.run import write_whole
 
 # What Gloo, NCCL and the store say on a rank whose peer has gone or does not come.
@@ -55,6 +58,9 @@ class RankError(NamedTuple):
     traceback: str
     time: float
     secondary: bool
+    notes: Sequence[str] = ()
+    """lines that explain it, which were added where it was raised"""
+    out_of_memory: bool = False
 
     def write(self, path: Path) -> None:
         write_whole(path, json.dumps(self._asdict(), indent=1))
@@ -94,6 +100,8 @@ def describe(error: BaseException, status: Status) -> RankError:
         traceback="".join(traceback.format_exception(error)),
         time=time.time(),
         secondary=is_secondary(error),
+        notes=getattr(error, "__notes__", ()),
+        out_of_memory=is_out_of_memory(error),
     )
 
 
@@ -108,5 +116,5 @@ def is_secondary(error: BaseException) -> bool:
 
     return any(
         isinstance(link, DeadlineError) or (isinstance(link, RuntimeError) and PEER_GONE.search(str(link)))
-        for link in chain(error)
+        for link in causes(error)
     )

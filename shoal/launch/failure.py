@@ -66,6 +66,8 @@ class Scene(NamedTuple):
     stalled_s: float = 0.0
     lost: bool = False
     """the process that forked the ranks ended first, and they with it"""
+    gpus: Sequence[str] = ()
+    """what speaks for leaving a GPU out"""
 
 
 def read_ends(folder: Path, codes: dict[int, tuple[int | None, float]]) -> list[End]:
@@ -90,7 +92,7 @@ def report(scene: Scene, folder: Path) -> tuple[Culprit, str]:
         else "before it could say where it was"
     )
     lines = [culprit.headline, f"  {where}; log {RankFiles.of(folder, own.rank).log}"]
-    lines += [f"  {line}" for line in culprit.details]
+    lines += [f"  {line}" for line in (*culprit.details, *scene.gpus)]
     lines += [f"{_ranks(ranks)} {text}" for text, ranks in _others(scene.ends, culprit.rank).items()]
     lines.append(f"logs, statuses and errors of all ranks: {folder}/")
     return culprit, "\n".join(lines)
@@ -176,6 +178,7 @@ def _died(end: End) -> bool:
 def _failed(end: End, error: RankError) -> Culprit:
     where = f"in step {error.step}, phase {error.phase}"
     details = [f"at {error.frame}"] if error.frame else []
+    details += error.notes
     if error.secondary:
         details.append(
             "this says only that another rank is gone or did not come; no rank left a cause of its own"

@@ -22,8 +22,10 @@ from shoal.launch.failure import End, Scene, behind, read_ends, report
 from shoal.launch.nursery import Event, Order
 from shoal.launch.worker import SAME_STOP_S, TRAIN
 from shoal.observe import host
+from shoal.observe.health import health_watched
 from shoal.observe.host import Memory
 from shoal.resilience.faults import STRUCK
+from shoal.resilience.memory import Lighter, lighter
 from shoal.resilience.restarts import Failure, Restarts
 from shoal.resilience.snapshot import held
 from shoal.run import Run, read_json_lines, write_whole
@@ -82,28 +84,67 @@ def _generations(settings: Settings, run: Run, order: Order, requests: Requests,
     # what else ranks do, such as a benchmark, has nothing that it could go on from
     restarts = Restarts(settings.run.restarts if order.target == TRAIN else 0)
     meets_by_file = settings.run.init_method.startswith("file:")  # which serves one meeting
-    with ExitStack() as stack:
+    watched = health_watched(run, order.ranks, device=order.device, environment=os.environ)
+    with watched as health, ExitStack() as stack:
         nursery = stack.enter_context(Ranks.start(order))
         while True:
             _clear(run.ranks)
             nursery.order(order)
             watch = Watch(run, nursery, requests, settings.run.deadline_s)
             scene = watch.until_end()
+            if scene is not None and health is not None:
+                scene = scene._replace(gpus=health.leaving())
             if scene is None:
                 step = min(end.step for end in watch.ends())
                 stopped = _was_stopped(run, step < settings.train.steps)
                 return Outcome("interrupted" if stopped else "ok", step)
             outcome, failure = _failed(run, scene, watch.began_at, quiet)
+            remedy = _remedy(settings, failure)
+            failure = failure._replace(remedied=remedy.plan is not None)
             why = "a signal asked it to stop" if requests.count else restarts.refuse(failure)
+            why = f"{why}; {remedy.why_not}" if why and remedy.why_not else why
+            why = why or "; ".join(scene.gpus) or None
             if why is None and meets_by_file:
                 why = f"run.init_method = {settings.run.init_method} serves one meeting of ranks"
             if why is not None:
                 return _given_up(run, outcome, why, quiet or order.target != TRAIN)
+            settings = _with_remedy(settings, remedy, run, scene, failure, quiet)
             _say_restart(run, restarts, failure, quiet)
             if not nursery.wait_until_all_ended(ENDED_S):
                 stack.close()  # now: at the end of the run the numbers of its processes may be those of others
                 nursery = stack.enter_context(Ranks.start(order))
             order = order._replace(settings=_going_on(settings).to_toml())
+
+
+def _remedy(settings: Settings, failure: Failure) -> Lighter:
+    """What is changed for the next generation: nothing, unless a rank was out of memory."""
+    if settings.plan is None or failure.out_of_memory is None:
+        return Lighter(None)
+    return lighter(settings.plan, settings.train.global_batch, failure.out_of_memory)
+
+
+def _with_remedy(
+    settings: Settings, remedy: Lighter, run: Run, scene: Scene, failure: Failure, quiet: bool
+) -> Settings:
+    """Settings with a lighter plan, if there is one, which is said."""
+    if remedy.plan is None or settings.plan is None:
+        return settings
+    batch = settings.train.global_batch
+    before, after = (plan.micro_batches(batch)[1] for plan in (settings.plan, remedy.plan))
+    error = next(end.error for end in scene.ends if end.error is not None and end.error.out_of_memory)
+    if not quiet:
+        text = f"micro-batches of {after} in place of {before} samples from here on, of the same global batch"
+        print(text, file=sys.stderr, flush=True)
+    with suppress(OSError):
+        run.event(
+            "micro-batch halved",
+            step=failure.done,
+            rank=error.rank,
+            before=before,
+            after=after,
+            memory="; ".join(error.notes),
+        )
+    return settings.with_plan(remedy.plan)
 
 
 def _given_up(run: Run, outcome: Outcome, why: str, quiet: bool) -> Outcome:
@@ -361,7 +402,9 @@ def _failed(run: Run, scene: Scene, began_at: float, quiet: bool) -> tuple[Outco
     error = next((end.error for end in scene.ends if end.rank == culprit.rank), None)
     # one that only tells of another rank's end, where no rank left a cause, is of the moment
     raised = error is not None and not error.secondary and not error.type.endswith(DIVERGED)
-    return Outcome("failed", done, text), Failure(culprit.headline, raised, _begun(run, began_at, done), done)
+    full_in = error.phase if error is not None and error.out_of_memory else None
+    begun = _begun(run, began_at, done)
+    return Outcome("failed", done, text), Failure(culprit.headline, raised, begun, done, full_in)
 
 
 def _begun(run: Run, began_at: float, done: int) -> int:

@@ -79,6 +79,7 @@ def make_ready(
 def check_early(settings: Settings, cluster: Cluster) -> None:
     """What can be refused before minutes are spent on data."""
     plan = settings.plan
+    check_spikes(settings)
     if settings.train.precision in FLOAT8 and find_spec("torchao") is None:
         raise ValueError(
             f"train.precision = \"{settings.train.precision}\" needs the torchao library: pip install 'shoal[float8]'"
@@ -89,6 +90,16 @@ def check_early(settings: Settings, cluster: Cluster) -> None:
         _with_parts(Plan(replicate=cluster.num_devices), plan)
         require_even(settings.train, cluster)
         check_model(settings.job)
+
+
+def check_spikes(settings: Settings) -> None:
+    """Raises ValueError for a run that is to go back from spikes, and has nothing to go back to."""
+    train = settings.train
+    if train.spike and not settings.checkpoint.every:
+        raise ValueError(
+            f"train.spike = {train.spike} goes back to a checkpoint of before a spike, and checkpoint.every = 0 writes none; use "
+            f"such as checkpoint.every={max(1, train.spike_rewind)}, or leave train.spike out"
+        )
 
 
 def check_objects(settings: Settings, cluster: Cluster) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 from shoal.config import Settings
 from shoal.launch.errors import RankError, RankFiles, describe
 from shoal.observe import host
+from shoal.observe.health import health_watched
 from shoal.observe.status import RankStatus
 from shoal.resilience.faults import STRUCK, FaultyStatus, drawn, parse_faults
 from shoal.run import Run
@@ -138,8 +139,16 @@ def run_worker(settings: Settings, *, device: str = "auto", target: str = TRAIN,
     run.create()
     if place.rank == 0:
         (run.ranks / STRUCK).unlink(missing_ok=True)
-    with run.locked() if place.rank == 0 else contextlib.nullcontext():
-        local_size = place.local_size or 1
+    local_size = place.local_size or 1
+    watching = place.local_rank == 0 or place.size == 1  # one rank a node
+    with contextlib.ExitStack() as stack:
+        if place.rank == 0:
+            stack.enter_context(run.locked())
+        if watching:
+            watch = health_watched(
+                run, local_size, device=device, environment=os.environ, first_rank=place.rank
+            )
+            stack.enter_context(watch)
         error = run_rank(settings, target, place.rank, open_world, local_size, place.size, patient=patient)
     if error is None:
         return 0

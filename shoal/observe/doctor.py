@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from shoal.observe import host
+from shoal.observe.health import conditions
+from shoal.observe.nvml import Reading, open_nvml
 
 OLDEST_TORCH = (2, 11)
 NEWEST_TORCH = (2, 13)  # the newest that the tests have run on
@@ -62,7 +64,7 @@ def examine(run_dir: str | Path = "runs") -> list[Finding]:
         ['python', 'torch']
     """
     findings: list[Finding] = []
-    for look in (_software, _backends, _devices, _processor, _memory, _network, _limits, _compiler):
+    for look in (_software, _backends, _devices, _health, _processor, _memory, _network, _limits, _compiler):
         findings += _careful(look)
     findings += _careful(lambda: _folders(Path(run_dir)))
     findings += _careful(lambda: leftovers(os.environ))
@@ -144,6 +146,35 @@ def _devices() -> Iterator[Finding]:
         yield Finding(
             "devices", f"{len(names)} kinds", "note", "the slowest and smallest sets the pace for all"
         )
+
+
+def _health() -> Iterator[Finding]:
+    nvml = open_nvml()
+    if nvml is None:
+        if Path("/proc/driver/nvidia/version").exists():
+            meaning = "not watched while a run goes on: pip install 'shoal[gpu]' (nvidia-ml-py)"
+            yield Finding("GPU health", "unknown", "note", meaning)
+        return
+    try:
+        yield from gpu_findings([nvml.read(gpu) for gpu in range(nvml.count)])
+    finally:
+        nvml.close()
+
+
+def gpu_findings(readings: Iterable[Reading]) -> Iterator[Finding]:
+    """How each GPU is."""
+    for now in readings:
+        notes = list(conditions(now).values())
+        errors = "unknown" if now.uncorrected is None else str(now.uncorrected)
+        value = f"{now.temperature_c} C, {now.clock_mhz} of {now.most_mhz} MHz, uncorrected memory errors: {errors}"
+        bad = any(note.leave for note in notes)
+        said = [note.message for note in notes]
+        if now.uncorrected:
+            said.append(
+                "had memory errors since its driver was loaded: reset it, and test it if they come again"
+            )
+        verdict = "problem" if bad else "note" if said else "ok"
+        yield Finding(f"GPU {now.gpu} health", "lost" if now.gone else value, verdict, "; ".join(said))
 
 
 def _processor() -> Iterator[Finding]:

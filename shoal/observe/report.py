@@ -43,6 +43,8 @@ DETAILS = {
     "fault": "rank {rank}: {message}",
     "bad sample": "rank {rank}: sample {index}: {error}",
     "loader restarted": "rank {rank}: loader process {pid} {reason}",
+    "rewind": "loss {loss}, {score} deviations up: back to step {to}, without the data of {skipped} steps from {skipped_from} on",
+    "micro-batch halved": "rank {rank} was out of memory: micro-batches of {after} in place of {before} samples; {memory}",
     "restart": "restart {number}, after step {step}",
     "given up": "after step {step}: {reason}",
 }
@@ -279,7 +281,10 @@ def _event_rows(events: Sequence[Record]) -> list[tuple[str, str, str, str]]:
             end += 1
         details, step = escape(_details(event)), _step_of(event)
         if end - begin > 1:
-            step, details = f"{step} to {_step_of(events[end - 1])}", f"{end - begin:,} steps in a row"
+            step, details = (
+                f"{step} to {_step_of(events[end - 1])}",
+                f"{end - begin:,} steps in a row{escape(_cause(event))}",
+            )
         rows.append((_time(event.get("time")), escape(event["event"]), step, details))
         begin = end
     return rows
@@ -294,9 +299,15 @@ def _details(event: Record) -> str:
     """What an event says beside its time and step, in words if it is a known one."""
     more = {key: _plain(value) for key, value in event.items() if key not in ("time", "event", "step")}
     try:
-        return DETAILS[event["event"]].format_map(more)
+        return DETAILS[event["event"]].format_map(more) + _cause(event)
     except KeyError:  # another event, or one without its usual values
         return ", ".join(f"{key} {value}" for key, value in more.items())
+
+
+def _cause(event: Record) -> str:
+    """Why a step was skipped, where that was looked for."""
+    found = event["event"] == "step skipped" and "message" in event
+    return f"; {_plain(event['message'])}" if found else ""
 
 
 def _plain(value: Any) -> str:

@@ -16,6 +16,10 @@ class Failure(NamedTuple):
     """steps that were done when the generation began"""
     done: int
     """steps that were done on all ranks when it ended"""
+    out_of_memory: str | None = None
+    """the phase in which a rank had no memory left, if that was it"""
+    remedied: bool = False
+    """the next generation will not do what this one failed by"""
 
 
 class Restarts:
@@ -23,7 +27,7 @@ class Restarts:
 
     What killed or stopped a rank from outside may be over; an exception is the program's, and comes again unless it has
     to do with the moment. So an exception is tried once more only after steps that went well, and one that ends a run
-    twice at the same place ends it for good.
+    twice at the same place ends it for good. Where what a run failed by is remedied, it is tried again in any case.
 
     Args:
         most: restarts in a row that took no step further than all before.
@@ -51,6 +55,9 @@ class Restarts:
             self._furthest, self._in_a_row = failure.done, 0
         if not self._most:
             return "run.restarts = 0"
+        if failure.remedied:
+            self.number += 1
+            return None
         if failure.raised and failure.done <= failure.begun:
             return "no step was done before the program raised it, so it would again"
         if failure.raised and again:

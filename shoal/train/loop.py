@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
-from shoal.checkpoint.folder import Checkpoint, CheckpointError
+from shoal.checkpoint.folder import Checkpoint, CheckpointError, list_checkpoints
 from shoal.checkpoint.store import load_newest, newest, save
 from shoal.config import Settings
-from shoal.data.batches import batches, eval_batches
+from shoal.data.batches import batches, eval_batches, numbers_of
 from shoal.data.cut import StepBatch
 from shoal.observe.metrics import Metrics, forget_after, memory_bytes, reserved_bytes
 from shoal.observe.report import write_report
@@ -23,13 +24,19 @@ from shoal.resilience.replicas import require_equal_replicas
 from shoal.run import Run
 from shoal.train.bad import remember_events, remember_manifest
 from shoal.train.evaluate import Evaluation, evaluate
+from shoal.train.filled import memory_told
+from shoal.train.nonfinite import find_cause
 from shoal.train.pauses import Pauses
 from shoal.train.resume import require_same_numbers
 from shoal.train.setup import Training, facts_of, set_up
+from shoal.train.spikes import Span, Spike, SpikeError, is_before
 from shoal.train.step import StepResult
 from shoal.train.tell import already_done, conclude, introduce
 from shoal.world import World
 
+EXPLAINED_EVERY = (
+    10  # of steps in a row without an update, whose cause is looked for: the first, and then each tenth
+)
 MOST_SKIPPED = 50  # steps in a row without an update, after which a run is lost
 
 
@@ -57,8 +64,8 @@ def train(settings: Settings, world: World, status: RankStatus, stop: StopFlag) 
         return
     with training.progress:
         introduce(training, done)
-        with Pauses() as pauses:
-            done, stopped = train_steps(training, done, stop, pauses)
+        with Pauses() as pauses, memory_told(training.step, world.device):
+            done, stopped = _train_past_spikes(training, done, stop, pauses)
         if not stopped:
             _evaluate(training, done)
         if stopped or settings.checkpoint.last:
@@ -70,6 +77,17 @@ def train(settings: Settings, world: World, status: RankStatus, stop: StopFlag) 
     status.finish(done)
 
 
+def _train_past_spikes(training: Training, done: int, stop: StopFlag, pauses: Pauses) -> tuple[int, bool]:
+    """As `train_steps`; after a spike once more, from before it and without its data."""
+    if training.spikes is not None and not done:
+        _save(training, 0)  # so that there is always something to go back to
+    while True:
+        try:
+            return train_steps(training, done, stop, pauses)
+        except SpikeError as found:
+            done = _go_back(training, found.spike)
+
+
 def train_steps(training: Training, done: int, stop: StopFlag, pauses: Pauses) -> tuple[int, bool]:
     """Take steps from `done` on; returns how many are done and whether a rank asked to stop.
 
@@ -79,14 +97,19 @@ def train_steps(training: Training, done: int, stop: StopFlag, pauses: Pauses) -
     asynchronous = training.world.device.type == "cuda"
     unread: list[StepResult] = []
     clock, stopped = Clock(), False
+
+    def read() -> None:
+        nonlocal stopped
+        stopped = _report(training, unread, clock) or stopped
+
     status.enter("data", done)
     for batch in _batches(training, done, steps):
-        unread.append(training.step(batch, stop=stop.requested))
+        unread.append(training.step(batch, stop=stop.requested, before_update=read))
         done = batch.step + 1
         pauses.after_step(done)
         due_eval, due_save, due_copy = (_is_due(every, done, steps) for every in _periods(training.settings))
-        numbers_are_due = not asynchronous or due_eval or due_save or due_copy
-        stopped = _report(training, unread, clock, leave=int(not numbers_are_due))
+        if not asynchronous or due_eval or due_save or due_copy:
+            read()  # also since no state may be kept before it is known whether its last loss was a spike
         if due_copy:
             _copy(training, done)
         if stopped:
@@ -98,7 +121,7 @@ def train_steps(training: Training, done: int, stop: StopFlag, pauses: Pauses) -
         if due_eval or due_save:
             clock.restart()
         status.enter("data", done)
-    stopped = _report(training, unread, clock, leave=0) or stopped
+    read()
     return done, stopped and done < steps
 
 
@@ -131,16 +154,76 @@ def _is_due(every: int, done: int, steps: int) -> bool:
 
 
 def _batches(training: Training, done: int, steps: int) -> Iterator[StepBatch]:
+    """The batches of steps from `done` on; data that is skipped moves those after it up."""
+    spans = [Span(done, done, steps - done)]
+    for span in spans if training.spikes is None else training.spikes.spans(done, steps):
+        number = span.step
+        with closing(_data(training, span)) as found:
+            for number, batch in enumerate(found, start=span.step + 1):
+                yield batch._replace(step=number - 1)
+        if number < span.step + span.count:  # the data has ended
+            return
+
+
+def _data(training: Training, span: Span) -> Generator[StepBatch]:
     settings = training.settings
     return batches(
         training.datasets.train,
         settings.job,
         training.plan,
         training.world,
-        start=done,
-        stop=steps,
+        start=span.data,
+        stop=span.data + span.count,
         bad=training.bad.train,
         deadline_s=settings.run.deadline_s,
+    )
+
+
+def _go_back(training: Training, spike: Spike) -> int:
+    """Load the newest checkpoint of before the data of a spike, which is skipped from now on; returns its steps. Collective."""
+    run, world, spikes = training.run, training.world, training.spikes
+    assert spikes is not None
+    skips = spikes.skips  # a checkpoint may be older than some of them
+    training.status.enter("load", spike.begin)
+    found, _ = load_newest(
+        run.checkpoints,
+        training.state,
+        world,
+        accept=lambda checkpoint: None,
+        among=lambda checkpoint: is_before(checkpoint, spike.begin, skips),
+    )
+    if found is None:
+        raise CheckpointError(
+            f"the loss of step {spike.step + 1} is a spike ({spike.loss:g}), and {run.checkpoints} has no checkpoint of step "
+            f"{spike.begin} or before to go back to; lower train.spike_rewind, or begin with train.spike = 0"
+        )
+    spikes.skip(spike, skips)
+    if training.snapshots is not None:
+        training.snapshots.forget()
+    forget_after(run, world.rank, found.step)
+    _say_gone_back(training, spike, found.step)
+    return found.step
+
+
+def _number_to_keep(training: Training, done: int) -> int:
+    """Checkpoints that stay when there is one more, after `done` steps: there must be one of before any spike to come."""
+    settings = training.settings
+    if training.spikes is None or not training.world.is_main:
+        return settings.checkpoint.keep
+    reach = max(0, done - settings.train.spike_rewind)
+    there = list_checkpoints(training.run.checkpoints)[0]
+    fits = (n for n, found in enumerate(reversed(there), 1) if is_before(found, reach, training.spikes.skips))
+    return max(settings.checkpoint.keep, 1 + next(fits, len(there)))
+
+
+def _say_gone_back(training: Training, spike: Spike, to: int) -> None:
+    score, first = round(min(spike.score, 1e6), 2), spike.begin + 1
+    if training.world.is_main:
+        about = {"loss": spike.loss, "score": score, "to": to, "skipped_from": first, "skipped": spike.length}
+        training.run.event("rewind", step=spike.step + 1, **about)
+    training.progress.say(
+        f"loss {spike.loss:.4f} of step {spike.step + 1} is a spike, {score:.1f} deviations above those before it: back to step "
+        f"{to}, and from step {first} on without the data of {spike.length} steps"
     )
 
 
@@ -213,10 +296,10 @@ def _state_to_keep(training: Training, done: int) -> dict[str, Tensor]:
     return state
 
 
-def _report(training: Training, unread: list[StepResult], clock: Clock, *, leave: int) -> bool:
-    """Write and show the numbers of all but the `leave` newest results; returns whether a rank asked to stop."""
+def _report(training: Training, unread: list[StepResult], clock: Clock) -> bool:
+    """Write and show the numbers of results; returns whether a rank asked to stop. Collective where a step was skipped."""
     stopping = False
-    while len(unread) > leave:
+    while unread:
         result = unread.pop(0)
         numbers = result.numbers  # waits for the step
         metrics = _measure(training, result, clock.lap(result))
@@ -224,7 +307,9 @@ def _report(training: Training, unread: list[StepResult], clock: Clock, *, leave
         training.progress.step(metrics)
         clock.skipped = clock.skipped + 1 if numbers.skipped else 0
         if numbers.skipped:
-            _note_skipped(training, metrics, clock.skipped)
+            _note_skipped(training, result, metrics, clock)
+        elif training.spikes is not None:
+            training.spikes.take(result.step, numbers.loss)
         stopping = stopping or numbers.stop
     return stopping
 
@@ -246,16 +331,22 @@ def _measure(training: Training, result: StepResult, seconds: float) -> Metrics:
     )
 
 
-def _note_skipped(training: Training, metrics: Metrics, in_a_row: int) -> None:
+def _note_skipped(training: Training, result: StepResult, metrics: Metrics, clock: Clock) -> None:
+    in_a_row, cause = clock.skipped, None
+    if in_a_row % EXPLAINED_EVERY == 1:
+        training.status.enter("diagnose", result.step)
+        numbers = numbers_of(training.datasets.train, training.settings.job)
+        cause = find_cause(training.step, result, numbers)
+        training.progress.say(f"step {metrics.step} was skipped: {cause.message}")
+        clock.restart()
     if training.world.is_main:
-        training.run.event(
-            "step skipped", step=metrics.step, loss=str(metrics.loss), grad_norm=str(metrics.grad_norm)
-        )
+        numbers = {"loss": str(metrics.loss), "grad_norm": str(metrics.grad_norm)}
+        training.run.event("step skipped", step=metrics.step, **numbers, **(cause.record() if cause else {}))
     if in_a_row >= MOST_SKIPPED:
         raise FloatingPointError(
             f"{in_a_row} steps in a row had no finite gradient (last: step {metrics.step}, loss {metrics.loss}, norm "
             f"{metrics.grad_norm}); weights are those of step {metrics.step - in_a_row}. Try a lower optimizer.lr, a "
-            "longer optimizer.warmup, or train.precision=fp32 to see where it begins"
+            "longer optimizer.warmup, or train.precision=fp32 to see where it begins; events.jsonl has what was found"
         )
 
 
@@ -292,11 +383,11 @@ def _save_or_go_on(training: Training, done: int) -> None:
 
 
 def _save(training: Training, done: int) -> None:
-    settings, world, run = training.settings, training.world, training.run
+    world, run = training.world, training.run
     training.status.enter("save", done)
     began = time.perf_counter()
     state, facts = _state_to_keep(training, done), facts_of(training)
-    path = save(run.checkpoints, done, state, facts, world, keep=settings.checkpoint.keep)
+    path = save(run.checkpoints, done, state, facts, world, keep=_number_to_keep(training, done))
     if world.is_main:
         seconds = round(time.perf_counter() - began, 3)
         run.event("save", step=done, path=str(path), seconds=seconds)

@@ -87,6 +87,26 @@ class LocalOptimizer:
         return {name: part.grad for name, part in self._locals.items() if part.grad is not None}
 
     @torch.no_grad()
+    def set_gradients_aside(self) -> dict[str, Tensor]:
+        """Move what `take_gradients` took into host memory, so that another backward neither finds it nor writes over it."""
+        aside = {
+            name: part.grad.to("cpu", copy=True)
+            for name, part in self._locals.items()
+            if part.grad is not None
+        }
+        for part in self._locals.values():
+            part.grad = None
+        return aside
+
+    @torch.no_grad()
+    def put_gradients_back(self, aside: Mapping[str, Tensor]) -> None:
+        """Have what `set_gradients_aside` gave again, and no other gradients."""
+        for name, parameter in self.parameters.items():
+            parameter.grad = None
+            part = self._locals[name]
+            part.grad = aside[name].to(part.device) if name in aside else None
+
+    @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
         """What `take_gradients` took, shaped and sharded like the parameters."""
         return {
@@ -118,6 +138,13 @@ class LocalOptimizer:
                 found[f"{name}.{kind}"] = _like(value, parameter)
         return found
 
+    def held(self) -> dict[str, list[Tensor]]:
+        """This rank's parts of what training keeps, as far as they are there, by kind; nothing is made."""
+        grads = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
+        grads += [part.grad for part in self._locals.values() if part.grad is not None]
+        parts = [part.detach() for part in self._locals.values()]
+        return {"parameters": parts, "gradients": grads, "optimizer state": self._update.held()}
+
 
 class AtOnce:
     """One torch optimizer over parts that are all on the device, with its state."""
@@ -146,6 +173,11 @@ class AtOnce:
             if self._settings.name == "adamw":
                 state["step"] = torch.zeros((), dtype=torch.float32, device=part.device)
         return {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
+
+    def held(self) -> list[Tensor]:
+        """State tensors that are there."""
+        states = self._torch.state.values()
+        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 
 def _place(tensor: Tensor) -> tuple[int, int | torch.SymInt]:

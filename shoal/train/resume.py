@@ -27,7 +27,11 @@ def require_same_numbers(checkpoint: Checkpoint, job: Job) -> None:
     Raises:
         ValueError: naming each key with its value then and now, and what can be done.
     """
-    then, now = _flat(checkpoint.manifest["job"]), _flat(job.model_dump(mode="json"))
+    # what a version before did not know was as it is by default
+    then, now = (
+        _flat(Job().model_dump(mode="json")) | _flat(checkpoint.manifest["job"]),
+        _flat(job.model_dump(mode="json")),
+    )
     other = [
         key
         for key in sorted({*then, *now})

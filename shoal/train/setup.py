@@ -24,6 +24,7 @@ from shoal.run import Run
 from shoal.train.bad import BadOfRun, bad_of, known_to_all
 from shoal.train.objective import NextToken, Objective, as_objective
 from shoal.train.rates import Rates, rates
+from shoal.train.spikes import Spikes
 from shoal.train.step import Step
 from shoal.world import World, detect_cluster
 
@@ -45,10 +46,12 @@ class Training(NamedTuple):
     status: RankStatus
     snapshots: Snapshots | None
     bad: BadOfRun
+    spikes: Spikes | None
+    """what tells spikes and remembers skipped data, if the job asks for it"""
 
     def state(self) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint, by name."""
-        return model_state(self.model) | self.step.state()
+        return _state(self.model, self.step, self.spikes)
 
 
 def facts_of(training: Training) -> dict[str, Any]:
@@ -61,7 +64,12 @@ def facts_of(training: Training) -> dict[str, Any]:
         "world_size": training.world.size,
         "vocab": training.datasets.vocab,
         **left_out,
+        **({"skipped_data": training.spikes.skips} if training.spikes is not None else {}),
     }
+
+
+def _state(model: nn.Module, step: Step, spikes: Spikes | None) -> dict[str, torch.Tensor]:
+    return model_state(model) | step.state() | (spikes.state() if spikes is not None else {})
 
 
 def set_up(
@@ -99,12 +107,12 @@ def set_up(
         scale=(job.train.loss_scale, job.train.loss_scale_growth),
         on_phase=on_phase or status.enter,
     )
+    spikes = Spikes(job.train) if job.train.spike else None
     progress = Progress(job.train.steps, shown=world.is_main, every=settings.run.log_every)
     metrics = MetricsWriter(run, world.rank, tensorboard=settings.run.tensorboard)
-    about = f"{plan.model_dump()}, rank {world.rank}"
-    snapshots = open_snapshots(
-        settings.checkpoint.memory_every, lambda: model_state(model) | step.state(), about
-    )
+    # the micro-batch has no part in how state is cut, and gets smaller when a rank is out of memory
+    about = f"{plan.model_dump(exclude={'micro_batch'})}, rank {world.rank}"
+    snapshots = open_snapshots(settings.checkpoint.memory_every, lambda: _state(model, step, spikes), about)
     return Training(
         settings,
         plan,
@@ -120,6 +128,7 @@ def set_up(
         status,
         snapshots,
         bad_of(run),
+        spikes,
     )
 
 

@@ -54,12 +54,22 @@ class Numbers(NamedTuple):
     """some rank asks all to stop after this step"""
 
 
+class Pass(NamedTuple):
+    """What a forward and backward over a rank's micro-batches gave, beside gradients: what the rank adds to the sums over all."""
+
+    loss: Tensor
+    weight: Tensor
+    losses: Tensor
+    """(micro-batches,) sums of losses of each, where this rank computes it"""
+
+
 class StepResult:
     """Numbers that may still be on their way from the device; reading one waits for the step, and for nothing after it."""
 
-    def __init__(self, step: int, lr: float, values: Tensor) -> None:
-        self.step = step
+    def __init__(self, batch: StepBatch, lr: float, values: Tensor, losses: Tensor) -> None:
+        self.step = batch.step
         self.lr = lr
+        self.batch, self.losses = batch, losses
         self._numbers: Numbers | None = None
         self._values, self._arrived = values, None
         if values.is_cuda:
@@ -157,31 +167,52 @@ class Step:
         self._averaged = plan.replicate if isinstance(model, DistributedDataParallel) else 1
         self._copies = [self._copies_of(*named) for named in self.optimizer.parameters.items()]
         self._bound = False
+        self.on_micro_batch: Callable[[int], None] = lambda index: None
+        """told the number of each micro-batch before its forward"""
 
-    def __call__(self, batch: StepBatch, *, stop: bool = False) -> StepResult:
+    def __call__(
+        self,
+        batch: StepBatch,
+        *,
+        stop: bool = False,
+        before_update: Callable[[], None] = lambda: None,
+    ) -> StepResult:
         """Train on this rank's part of a global batch. Collective.
 
         Args:
             stop: ask all ranks to stop after this step; `result.numbers.stop` is then true on all.
+            before_update: called when all but the update is on its way to the device: the place to read numbers of the step
+                before, which may have been skipped, while the weights are still those that it left.
         """
         self._on_phase("forward", batch.step)
-        with attention_kernels(self.world.device):
-            loss, weight = self._forward_backward(batch.micro_batches)
+        found = self.forward_backward(batch.micro_batches)
         self._on_phase("reduce", batch.step)
-        sums = self._reduce(loss, weight, stop)
+        sums = self._reduce(found.loss, found.weight, stop)
+        before_update()
         self._on_phase("update", batch.step)
         lr = learning_rate(self.optimizer.settings, batch.step, self._total_steps)
         values = self._update(sums, lr)
-        return StepResult(batch.step, lr, values)
+        return StepResult(batch, lr, values, found.losses)
 
-    def _forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> tuple[Tensor, Tensor]:
-        """Gradients of the factored sum of losses; returns this rank's (sum of losses, weight)."""
+    def forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> Pass:
+        """Gradients of the factored sum of losses, into the parameters. Collective."""
+        with attention_kernels(self.world.device):
+            return self._forward_backward(micro_batches)
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """What losses are multiplied by in fp16."""
+        return self._loss_scale
+
+    def _forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> Pass:
         if not self.model.training:
             self.model.train()
         if self._spread.pipeline is not None:
             return self._pipelined(self._spread.pipeline, micro_batches)
         total = torch.zeros(2, dtype=self._sum_type, device=self.world.device)
+        losses: list[Tensor] = []
         for index, micro in enumerate(micro_batches):
+            self.on_micro_batch(index)
             # dropout depends on the samples' place in the run, not on the rank that has them
             seed_device(
                 self.world.device, seed_of(self._seed, "step", micro.first, *self._spread.coordinates)
@@ -195,15 +226,17 @@ class Step:
                 counts = 1.0 if micro.samples else 0.0  # a filler keeps ranks in step and adds nothing
                 self._backward(loss.sum * (self._factor * counts))
                 counts *= self._spread.counts
-                total += torch.stack((loss.sum.detach() * counts, as_scalar(loss.weight, total) * counts))
-        return total[0], total[1]
+                losses.append(loss.sum.detach())
+                total += torch.stack((losses[-1] * counts, as_scalar(loss.weight, total) * counts))
+        return Pass(total[0], total[1], torch.stack(losses))
 
-    def _pipelined(self, pipeline: Pipeline, micro_batches: tuple[MicroBatch, ...]) -> tuple[Tensor, Tensor]:
+    def _pipelined(self, pipeline: Pipeline, micro_batches: tuple[MicroBatch, ...]) -> Pass:
         """The same by a pipeline's schedule, in which each rank runs its stages of every micro-batch."""
         data = [self._spread.cut_inputs(to_device(micro.data, self.world.device)) for micro in micro_batches]
         sums = torch.zeros(len(micro_batches), 2, dtype=self._sum_type, device=self.world.device)
 
         def run(index: int, last: bool) -> Tensor:
+            self.on_micro_batch(index)
             seed_device(
                 self.world.device,
                 seed_of(self._seed, "step", micro_batches[index].first, *self._spread.coordinates),
@@ -220,7 +253,7 @@ class Step:
 
         pipeline.step(run, len(micro_batches), train=True)
         total = sums.sum(0)
-        return total[0], total[1]
+        return Pass(total[0], total[1], sums[:, 0])
 
     def _check_output(self, output: Any) -> None:
         """Gradients of a spread model are found through the tensors of its output, which torch must be able to see."""

@@ -136,6 +136,10 @@ class Streamed:
         }
         return state | ({"step": self._steps[name]} if self._steps else {})
 
+    def held(self) -> list[Tensor]:
+        """State tensors, wherever they are."""
+        return [*self._moments.values(), *self._steps.values()]
+
     def _zeros(self, count: int, on_host: bool) -> Tensor:
         if on_host:
             return host_zeros(count, self._dtype, self._device)

@@ -31,7 +31,7 @@ def settings(folder: Path, faults: str = "", **policy: Any) -> Settings:
             },
             "data": {"source": "synthetic", "vocab": 300, "seq_len": 16, "eval_fraction": 0.0},
             "train": {"steps": STEPS, "global_batch": 4} | policy.pop("train", {}),
-            "plan": policy.pop("plan", {"shard": 2}) | {"micro_batch": 1, "compile": False},
+            "plan": {"micro_batch": 1, "compile": False} | policy.pop("plan", {"shard": 2}),
             "checkpoint": {"memory_every": 1} | policy.pop("checkpoint", {}),
             "run": {"dir": str(folder), "faults": faults, "deadline_s": 20.0} | policy,
         },
@@ -58,10 +58,10 @@ class Ran(NamedTuple):
         return [event[key] for event in self.events if event["event"] == kind]
 
 
-def ran(folder: Path, faults: str = "", **policy: Any) -> Ran:
+def ran(folder: Path, faults: str = "", *, device: str = "cpu", **policy: Any) -> Ran:
     found = settings(folder, faults, **policy)
     assert found.plan is not None
-    return Ran(launch(found, found.plan.world_size, device="cpu", quiet=True), folder)
+    return Ran(launch(found, found.plan.world_size, device=device, quiet=True), folder)
 
 
 @pytest.fixture(scope="module")
