@@ -123,7 +123,7 @@ def run_with_a_full_disk(world: World, settings: Settings, full_at: list[int]) -
     def save_or_not(folder: Path, step: int, *rest: Any, **keys: Any) -> Path:
         if step not in full_at:
             return real(folder, step, *rest, **keys)
-        with patch("shoal.checkpoint.write._write_piece", side_effect=OSError(28, "No space left on device")):
+        with patch("shoal.checkpoint.parts._write_part", side_effect=OSError(28, "No space left on device")):
             return real(folder, step, *rest, **keys)
 
     with patch("shoal.train.loop.save", save_or_not):
