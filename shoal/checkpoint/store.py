@@ -39,7 +39,7 @@ from shoal.checkpoint.folder import (
 from shoal.checkpoint.layout import Damage, DamagedError, Origin, data_files, read_index
 from shoal.checkpoint.parts import Contents, give_up, seal
 from shoal.checkpoint.read import Reader, all_blocks, check_blocks
-from shoal.checkpoint.write import Writer, not_a_tensor
+from shoal.checkpoint.write import Recorder, Writer, not_a_tensor
 from shoal.parallel.replicate import core
 from shoal.parallel.shard import reshard
 from shoal.world import DeadlineError, World, WorldError
@@ -75,7 +75,7 @@ def save(
     problem = ""
     try:
         with alone_is_fine():
-            dcp.save(state, storage_writer=writer, planner=save_planner(), no_dist=world.size == 1)
+            dcp.save(state, storage_writer=writer, planner=_save_planner(), no_dist=world.size == 1)
     except CheckpointException as error:  # derives from BaseException
         problem = _cause(error)
     except OSError as error:
@@ -104,7 +104,31 @@ def _start(folder: Path, step: int, world: World) -> tuple[Path, str]:
     return Path(path), save_id
 
 
-def save_planner() -> dcp.DefaultSavePlanner:
+def plan_save(
+    state: dict[str, Tensor], world: World
+) -> tuple[Recorder, Callable[[dict[str, Tensor]], list[Tensor]]]:
+    """What each rank is to write of a state, and what finds this rank's part in the same state of any step. Collective.
+
+    Raises:
+        CheckpointError: on every rank, when any holds something that is no tensor.
+    """
+    _agree(world, "save a checkpoint", not_a_tensor(state), CheckpointError)
+    recorder, planner = Recorder(), _save_planner()
+    try:
+        with alone_is_fine():
+            dcp.save(state, storage_writer=recorder, planner=planner, no_dist=world.size == 1)
+    except CheckpointException as error:  # derives from BaseException
+        raise CheckpointError(f"the save cannot be planned: {_cause(error)}") from None
+
+    def resolve(state: dict[str, Tensor]) -> list[Tensor]:
+        planner.set_up_planner(state, is_coordinator=world.is_main)
+        found = [planner.resolve_data(item) for item in recorder.items]
+        return [data.detach() for data in found if isinstance(data, Tensor)]
+
+    return recorder, resolve
+
+
+def _save_planner() -> dcp.DefaultSavePlanner:
     return dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 

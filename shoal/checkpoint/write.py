@@ -25,8 +25,8 @@ from shoal.checkpoint.parts import Part, require_room, write_index, write_parts
 class Recorder(StorageWriter):
     """Writes nothing.
 
-    After `dcp.save`, `items` are what this rank is to write, in the order of its file; on the coordinator, `needed_bytes` says what
-    all files take and `tensors` what is in them, for the manifest.
+    After `dcp.save`, `items` are what this rank is to write, in the order of its file; on the coordinator, `needed_bytes` says
+    what all files take and `tensors` what is in them, for the manifest.
     """
 
     def __init__(self) -> None:

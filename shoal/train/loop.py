@@ -62,6 +62,8 @@ def train(settings: Settings, world: World, status: RankStatus, stop: StopFlag) 
             _evaluate(training, done)
         if stopped or settings.checkpoint.last:
             _save(training, done)
+        else:
+            _wait_for_save(training, done)
         conclude(training, done, stopped)
     training.metrics.close()
     if world.is_main:
@@ -84,7 +86,8 @@ def train_steps(training: Training, done: int, stop: StopFlag, pauses: Pauses) -
         done = batch.step + 1
         pauses.after_step(done)
         due_eval, due_save, due_copy = (_is_due(every, done, steps) for every in _periods(training.settings))
-        numbers_are_due = not asynchronous or due_eval or due_save or due_copy
+        in_line = due_save and not (training.saves is not None and training.saves.overlaps)
+        numbers_are_due = not asynchronous or due_eval or in_line or due_copy
         stopped = _report(training, unread, clock, leave=int(not numbers_are_due))
         if due_copy:
             _copy(training, done)
@@ -94,7 +97,7 @@ def train_steps(training: Training, done: int, stop: StopFlag, pauses: Pauses) -
             _evaluate(training, done)
         if due_save:
             _save_or_go_on(training, done)
-        if due_eval or due_save:
+        if due_eval or in_line:
             clock.restart()
         status.enter("data", done)
     stopped = _report(training, unread, clock, leave=0) or stopped
@@ -273,19 +276,47 @@ def _evaluate(training: Training, done: int) -> Evaluation | None:
 def _save_or_go_on(training: Training, done: int) -> None:
     """Save; if that fails, as on a full disk, the run goes on and may be luckier with the next."""
     try:
-        _save(training, done)
+        if not _hand_over(training, done):
+            _save(training, done)
     except CheckpointError as error:
         if training.world.is_main:
             training.run.event("save failed", step=done, reason=str(error))
         training.progress.say(f"NOT saved: {error}")
 
 
+def _hand_over(training: Training, done: int) -> bool:
+    """Copy what is to be saved and leave the rest to the launcher; false if it takes no saves."""
+    saves, run = training.saves, training.run
+    if saves is None or saves.problem:
+        return False
+    training.status.enter("save", done)
+    began = time.monotonic()
+    waited_s = _wait_for_save(training, done)
+    if waited_s and training.world.is_main:
+        run.event("save waited", step=done, seconds=round(waited_s, 3))
+    if saves.take(done, _state_to_keep(training, done), facts_of(training), began):
+        return True
+    if training.world.is_main:
+        run.event("alert", rank=0, message=saves.problem)
+    training.progress.say(saves.problem)
+    return False
+
+
+def _wait_for_save(training: Training, done: int) -> float:
+    """Until the launcher is done with the save before; returns the seconds that took."""
+    if training.saves is None:
+        return 0.0
+    return training.saves.wait(lambda: training.status.enter("save", done))
+
+
 def _save(training: Training, done: int) -> None:
+    """Save, and wait until it is a checkpoint."""
     settings, world, run = training.settings, training.world, training.run
     training.status.enter("save", done)
+    _wait_for_save(training, done)
     began = time.perf_counter()
     state, facts = _state_to_keep(training, done), facts_of(training)
     path = save(run.checkpoints, done, state, facts, world, keep=settings.checkpoint.keep)
     if world.is_main:
         seconds = round(time.perf_counter() - began, 3)
-        run.event("save", step=done, path=str(path), seconds=seconds)
+        run.event("save", step=done, path=str(path), seconds=seconds, stall_s=seconds)

@@ -19,6 +19,7 @@ from shoal.observe.progress import Progress
 from shoal.observe.status import RankStatus
 from shoal.parallel.apply import parallelize
 from shoal.plan import Plan
+from shoal.resilience.handover import HandOver, open_hand_over
 from shoal.resilience.snapshot import Snapshots, open_snapshots
 from shoal.run import Run
 from shoal.train.objective import NextToken, Objective, as_objective
@@ -43,6 +44,7 @@ class Training(NamedTuple):
     metrics: MetricsWriter
     status: RankStatus
     snapshots: Snapshots | None
+    saves: HandOver | None
 
     def state(self) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint, by name."""
@@ -81,6 +83,7 @@ def set_up(
     compiled = plan.compiles(world.device.type) is not None
     objective = choose_objective(job.train.objective, datasets.vocab, compiled=compiled)
     cost = rates(job, build, objective, datasets, detect_cluster().device.flops, world.size)
+    saves, told = open_hand_over(world), on_phase or status.enter
     step = Step(
         model,
         objective,
@@ -92,7 +95,7 @@ def set_up(
         usual_weight=cost.usual_weight,
         seed=job.train.seed,
         scale=(job.train.loss_scale, job.train.loss_scale_growth),
-        on_phase=on_phase or status.enter,
+        on_phase=told if saves is None else _with_copies(told, saves),
     )
     progress = Progress(job.train.steps, shown=world.is_main, every=settings.run.log_every)
     metrics = MetricsWriter(run, world.rank, tensorboard=settings.run.tensorboard)
@@ -114,7 +117,19 @@ def set_up(
         metrics,
         status,
         snapshots,
+        saves,
     )
+
+
+def _with_copies(on_phase: Callable[[str, int], None], saves: HandOver) -> Callable[[str, int], None]:
+    """As `on_phase`; what is being copied for a save is not updated before that is done."""
+
+    def told(phase: str, step: int) -> None:
+        on_phase(phase, step)
+        if phase == "update":
+            saves.before_update()
+
+    return told
 
 
 def choose_objective(spec: str | None, vocab: int | None, *, compiled: bool) -> Objective:

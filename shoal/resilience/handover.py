@@ -1,0 +1,242 @@
+"""`HandOver`: a rank's side of a save that it does not wait for: it copies what it is to write into the launcher's memory.
+
+Who writes which piece is planned with the other ranks once, by torch's distributed checkpoint (DCP), as for any save: names,
+shapes and places of the state are the same at every step. After that a save needs no word between ranks.
+
+[Note: copies beside the next step] On a GPU copies run on a stream of their own. Nothing but the update, and the forward pass for
+buffers, writes into what is copied: the update's stream waits for the copies (`before_update`), and buffers are copied on the
+device first. A thread waits for the last copy and rings; the host never does. On a CPU the copy is made at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.planner import WriteItem
+
+from shoal.checkpoint.layout import HEADER_BYTES
+from shoal.checkpoint.store import plan_save
+from shoal.checkpoint.write import item_bytes
+from shoal.observe.host import memory
+from shoal.parallel.host import Lane, lock_in_place
+from shoal.resilience.saver import BOARD, SAVES, Bell, Handed, Ways, ways_of
+from shoal.resilience.snapshot import opened
+from shoal.world import DeadlineError, World
+
+POLL_S = 0.002
+SPARE = 0.05  # of the host's memory, which a copy of the state must leave free
+
+
+class HandOver:
+    """Hands saves over to the launcher of this rank."""
+
+    def __init__(self, ways: Ways, world: World) -> None:
+        self.problem = ""
+        """why saves cannot be handed over, once that is known: ranks then write themselves"""
+        self._ways, self._world = ways, world
+        self._bell, self._board = os.open(ways.bell, os.O_WRONLY), os.open(ways.board, os.O_RDONLY)
+        self._generation = self._read()[2]
+        self._places: _Places | None = None
+        self._last: int | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the next save only asks the device for copies."""
+        return self._places is not None and self._places.on_gpu
+
+    def wait(self, on_progress: Callable[[], None] = lambda: None) -> float:
+        """Wait until the last save is a checkpoint, or has failed; returns the seconds that took, 0 if it was so already.
+
+        Raises:
+            DeadlineError: nothing is written any more.
+        """
+        if self._last is None:
+            return 0.0
+        if self._places is not None:
+            self._places.join()
+        limit = self._world.deadline.total_seconds()
+        began = moved = time.monotonic()
+        done, blocks, _ = self._read()
+        if done == self._last:
+            return 0.0
+        while done != self._last:
+            time.sleep(POLL_S)
+            before = blocks
+            done, blocks, _ = self._read()
+            if blocks != before:
+                moved = time.monotonic()
+                on_progress()
+            if time.monotonic() - moved > limit:
+                raise DeadlineError(
+                    f"the save of step {self._last} does not come to an end: the launcher has written nothing for "
+                    f"{limit:g} s (run.deadline_s); look at the disk of run.dir"
+                )
+        return time.monotonic() - began
+
+    def take(self, done: int, state: dict[str, Tensor], facts: dict[str, Any], began: float) -> bool:
+        """Hand over the state after `done` steps; the save before is done with. False, on all ranks, if there is no room for it.
+
+        The first time this is collective: it plans.
+
+        Args:
+            state: the same tensors at every step. facts: for the manifest, the same at every step.
+            began: when the save was due, by the monotonic clock.
+
+        Raises:
+            CheckpointError: on all ranks: the state holds something that is no tensor, or cannot be planned.
+        """
+        if self._places is None and not self.problem:
+            self._prepare(state, facts)
+        if self._places is None:
+            return False
+        self._last = done
+        self._places.fill(state, lambda stall_s: self._ring(done, began, stall_s), began)
+        return True
+
+    def before_update(self) -> None:
+        """Have the device copy what is being copied before it changes it."""
+        if self._places is not None:
+            self._places.before_update()
+
+    def _prepare(self, state: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        planned, resolve = plan_save(state, self._world)
+        lack = self._lack_of_memory(planned.needed_bytes) if self._world.is_main else None
+        self.problem = self._world.broadcast_text(lack)
+        if self.problem:
+            return
+        facts = facts | {"torch": torch.__version__}
+        contents = (facts, planned.tensors) if self._world.is_main else None
+        self._places = _Places(
+            self._ways.memory, planned.items, resolve, self._world, contents, planned.needed_bytes
+        )
+
+    def _ring(self, done: int, began: float, stall_s: float) -> None:
+        assert self._places is not None
+        bell = Bell(self._generation, self._world.rank, done, *self._places.handed_at, began, stall_s)
+        os.write(self._bell, (json.dumps(bell) + "\n").encode())  # in one piece, as pipes take so few bytes
+
+    def _read(self) -> tuple[int, int, int]:
+        return BOARD.unpack(os.pread(self._board, BOARD.size, 0))
+
+    def _lack_of_memory(self, needed_bytes: int) -> str:
+        """What to say if this host has no room for a copy of what its ranks save; empty if it has."""
+        now = memory()
+        if (
+            Path(self._ways.memory).stat().st_blocks or now is None
+        ):  # filled by ranks before, or not to be told
+            return ""
+        if now.used_bytes + needed_bytes <= now.total_bytes * (1 - SPARE):
+            return ""
+        return (
+            f"saves hold the ranks up: a copy of what they save needs {needed_bytes:,} bytes of host memory, and "
+            f"{now.total_bytes - now.used_bytes:,} of {now.total_bytes:,} are free (checkpoint.asynchronous)"
+        )
+
+
+class _Places:
+    """The launcher's memory for this rank: what its file will hold, at the same bytes."""
+
+    def __init__(
+        self,
+        path: str,
+        items: list[WriteItem],
+        resolve: Callable[[dict[str, Tensor]], list[Tensor]],
+        world: World,
+        contents: tuple[dict[str, Any], dict[str, dict[str, Any]]] | None,
+        needed_bytes: int,
+    ) -> None:
+        self._items, self._resolve, self._device = items, resolve, world.device
+        self.on_gpu = world.device.type == "cuda"
+        table = [(*_box(item), item_bytes(item)) for item in items]
+        text = json.dumps(Handed(table, contents, needed_bytes)).encode()
+        at = HEADER_BYTES + sum(map(item_bytes, items))
+        self.handed_at = at, len(text)
+        self._memory = opened(path, at + len(text))
+        self._memory[at : at + len(text)].numpy().data[:] = text
+        if self.on_gpu:
+            lock_in_place(self._memory, self._device)  # if it cannot be, the host waits for each copy
+        self._lane = Lane(self._device)
+        self._copied: torch.cuda.Event | None = None
+        self._update: torch.cuda.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def fill(self, state: dict[str, Tensor], then: Callable[[float], None], began: float) -> None:
+        """Copy the state, and call `then` with the seconds that this held the rank up, when it is there."""
+        with torch.no_grad():
+            sources = [self._steady(item, data) for item, data in self._sources(state)]
+            with self._lane.run():
+                at = HEADER_BYTES
+                for source in sources:
+                    size = source.nbytes
+                    if size:
+                        place = self._memory[at : at + size].view(source.dtype).view(source.shape)
+                        place.copy_(source, non_blocking=True)
+                    at += size
+                if self.on_gpu:
+                    self._copied = torch.cuda.Event(enable_timing=True, blocking=True)
+                    self._copied.record()
+        held_up_s = time.monotonic() - began
+        if self._copied is None:
+            then(held_up_s)
+            return
+        self._update = None
+        self._thread = threading.Thread(
+            target=self._when_copied, args=(self._copied, sources, then, held_up_s), daemon=True
+        )
+        self._thread.start()
+
+    def before_update(self) -> None:
+        if self._copied is not None and self._update is None:
+            update = torch.cuda.Event(enable_timing=True)
+            update.record()
+            self._copied.wait()
+            self._update = update
+
+    def join(self) -> None:
+        """Wait until the copies are there."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def _sources(self, state: dict[str, Tensor]) -> list[tuple[WriteItem, Tensor]]:
+        return list(zip(self._items, self._resolve(state), strict=True))
+
+    def _steady(self, item: WriteItem, data: Tensor) -> Tensor:
+        """What is written into only by the update, or a copy."""
+        return data.clone() if data.is_cuda and item.index.fqn.startswith("buffer.") else data
+
+    def _when_copied(
+        self, copied: torch.cuda.Event, held: list[Tensor], then: Callable[[float], None], held_up_s: float
+    ) -> None:
+        """`held` keeps clones until they are copied."""
+        try:
+            copied.synchronize()
+            update = self._update
+            # an update that has not come when the copies are there is not held up by them
+            late_ms = update.elapsed_time(copied) if update is not None and update.query() else 0.0
+            then(held_up_s + max(0.0, late_ms / 1000))
+        except Exception as error:  # of the device; told by who waits
+            self._error = error
+
+
+def _box(item: WriteItem) -> tuple[str, list[int], list[int]]:
+    assert item.tensor_data is not None
+    chunk = item.tensor_data.chunk
+    return item.index.fqn, list(chunk.offsets), list(chunk.sizes)
+
+
+def open_hand_over(world: World) -> HandOver | None:
+    """Hand-over to the launcher that started this rank, if it takes saves: that of `shoal train`."""
+    ways = ways_of(os.environ.get(SAVES))
+    return None if ways is None else HandOver(ways, world)
