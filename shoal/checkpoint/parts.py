@@ -13,6 +13,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -29,6 +30,8 @@ class Part(NamedTuple):
     name: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    size: int
+    """in bytes"""
     blocks: Iterable[memoryview]
     """its bytes, 4 MiB at a time; each is asked for when the one before has been written"""
 
@@ -49,28 +52,62 @@ def require_room(folder: Path, needed_bytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def write_parts(folder: Path, origin: Origin, parts: Iterable[Part]) -> list[tuple[str, Piece]]:
-    """Write a rank's file, flushed to the disk when this returns; returns where each tensor's part lies."""
-    written = []
-    with (folder / origin.file).open("wb") as file:
+def write_parts(
+    folder: Path, origin: Origin, parts: Iterable[Part], threads: int = 1
+) -> list[tuple[str, Piece]]:
+    """Write a rank's file, flushed to the disk when this returns; returns where each tensor's part lies.
+
+    With several threads each writes a stretch of the file.
+    """
+    path = folder / origin.file
+    with path.open("wb") as file:
         file.write(origin.header())
-        at = HEADER_BYTES
-        for part in parts:
-            piece, size = _write_part(file, part, origin.file, at)
-            written.append((part.name, piece))
-            at += size
+        stretches = _stretches(list(parts), threads)
+        if len(stretches) == 1:
+            written = _write_stretch(file, *stretches[0])
+        else:
+            file.flush()
+            with ThreadPoolExecutor(len(stretches)) as pool:
+                by_stretch = pool.map(lambda stretch: _write_beside(path, *stretch), stretches)
+                written = [entry for entries in by_stretch for entry in entries]
         file.flush()
         os.fsync(file.fileno())
     return written
 
 
-def _write_part(file: BinaryIO, part: Part, name: str, at: int) -> tuple[Piece, int]:
-    sums, size = [], 0
+def _stretches(parts: list[Part], count: int) -> list[tuple[int, list[Part]]]:
+    """Parts in a row, cut into about `count` stretches of about as many bytes, and where each begins in the file."""
+    share = -(-sum(part.size for part in parts) // count)
+    found: list[tuple[int, list[Part]]] = [(HEADER_BYTES, [])]
+    at = HEADER_BYTES
+    for part in parts:
+        if at - found[-1][0] >= share and part.size:
+            found.append((at, []))
+        found[-1][1].append(part)
+        at += part.size
+    return found
+
+
+def _write_beside(path: Path, at: int, parts: list[Part]) -> list[tuple[str, Piece]]:
+    with path.open("r+b") as file:
+        file.seek(at)
+        return _write_stretch(file, at, parts)
+
+
+def _write_stretch(file: BinaryIO, at: int, parts: list[Part]) -> list[tuple[str, Piece]]:
+    written = []
+    for part in parts:
+        written.append((part.name, _write_part(file, part, at)))
+        at += part.size
+    return written
+
+
+def _write_part(file: BinaryIO, part: Part, at: int) -> Piece:
+    sums = []
     for block in part.blocks:
         sums.append(zlib.crc32(block))
         file.write(block)
-        size += len(block)
-    return Piece(part.offsets, part.sizes, name, at, tuple(sums)), size
+    return Piece(part.offsets, part.sizes, Path(file.name).name, at, tuple(sums))
 
 
 def write_index(folder: Path, names: Iterable[str], written: Iterable[tuple[str, Piece]]) -> str:

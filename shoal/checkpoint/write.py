@@ -126,7 +126,7 @@ def part_of(item: WriteItem, data: Any) -> Part:
     """A planned piece with its data; the bytes of a tensor on a device come when they are asked for."""
     assert item.tensor_data is not None and isinstance(data, Tensor)
     chunk = item.tensor_data.chunk
-    return Part(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), _blocks(data))
+    return Part(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), item_bytes(item), _blocks(data))
 
 
 def _blocks(tensor: Tensor) -> Iterator[memoryview]:

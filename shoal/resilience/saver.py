@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from shoal.checkpoint.folder import name_of, start
 from shoal.checkpoint.layout import BLOCK_BYTES, HEADER_BYTES, Origin, Piece
 from shoal.checkpoint.parts import Contents, Part, give_up, require_room, seal, write_index, write_parts
+from shoal.observe.host import cores
 from shoal.run import CheckpointPolicy, Run
 
 SAVES = "SHOAL_SAVES"
@@ -39,7 +40,7 @@ EMPTY = -1
 BOARD = struct.Struct(
     "<qqq"
 )  # steps done in the save that was done with last (or EMPTY), blocks written, generation
-MOST_THREADS = 8  # that write files of ranks
+MOST_THREADS = 16  # that write; a quarter of the cores, since ranks have use for them
 POLL_S = 0.05
 
 
@@ -223,11 +224,13 @@ class Saver:
             return f"no checkpoint can be written into {self._run.checkpoints}: {error}"
 
         def write(origin: Origin) -> list[tuple[str, Piece]]:
-            return write_parts(aside, origin, self._parts(origin.rank, handed[origin.rank].parts, generation))
+            parts = self._parts(origin.rank, handed[origin.rank].parts, generation)
+            return write_parts(aside, origin, parts, max(1, threads // self._ranks))
 
+        threads = max(1, min(MOST_THREADS, int(cores() / 4)))
         try:
             require_room(aside, needed_bytes)
-            with ThreadPoolExecutor(min(self._ranks, MOST_THREADS)) as pool:
+            with ThreadPoolExecutor(min(self._ranks, threads)) as pool:
                 written = list(pool.map(write, origins))
             index_sha256 = write_index(aside, contents.tensors, chain.from_iterable(written))
             self._go_ahead(generation)
@@ -241,10 +244,10 @@ class Saver:
     def _parts(
         self, rank: int, table: list[tuple[str, list[int], list[int], int]], generation: int
     ) -> Iterator[Part]:
-        """A rank's parts, read from its memory block by block: into the same few megabytes, which stay in the core's cache."""
-        buffer = memoryview(bytearray(min(BLOCK_BYTES, max((size for *_, size in table), default=0))))
+        """A rank's parts, read from its memory block by block into a few megabytes, which stay in the core's cache."""
 
         def blocks(at: int, size: int) -> Iterator[memoryview]:
+            buffer = memoryview(bytearray(min(BLOCK_BYTES, size)))
             for first in range(at, at + size, BLOCK_BYTES):
                 block = buffer[: min(BLOCK_BYTES, at + size - first)]
                 if os.preadv(self._memories[rank], [block], first) != len(block):
@@ -254,7 +257,7 @@ class Saver:
 
         at = HEADER_BYTES
         for name, offsets, sizes, size in table:
-            yield Part(name, tuple(offsets), tuple(sizes), blocks(at, size))
+            yield Part(name, tuple(offsets), tuple(sizes), size, blocks(at, size))
             at += size
 
     def _count(self, generation: int) -> None:
