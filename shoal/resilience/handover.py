@@ -45,7 +45,7 @@ class HandOver:
         self._bell, self._board = os.open(ways.bell, os.O_WRONLY), os.open(ways.board, os.O_RDONLY)
         self._generation = self._read()[2]
         self._places: _Places | None = None
-        self._last: int | None = None
+        self._handed = 0
 
     @property
     def overlaps(self) -> bool:
@@ -58,16 +58,14 @@ class HandOver:
         Raises:
             DeadlineError: nothing is written any more.
         """
-        if self._last is None:
-            return 0.0
         if self._places is not None:
             self._places.join()
         limit = self._world.deadline.total_seconds()
         began = moved = time.monotonic()
         done, blocks, _ = self._read()
-        if done == self._last:
+        if done == self._handed:
             return 0.0
-        while done != self._last:
+        while done < self._handed:
             time.sleep(POLL_S)
             before = blocks
             done, blocks, _ = self._read()
@@ -76,7 +74,7 @@ class HandOver:
                 on_progress()
             if time.monotonic() - moved > limit:
                 raise DeadlineError(
-                    f"the save of step {self._last} does not come to an end: the launcher has written nothing for "
+                    "the last save does not come to an end: the launcher has written nothing for "
                     f"{limit:g} s (run.deadline_s); look at the disk of run.dir"
                 )
         return time.monotonic() - began
@@ -97,7 +95,7 @@ class HandOver:
             self._prepare(state, facts)
         if self._places is None:
             return False
-        self._last = done
+        self._handed += 1
         self._places.fill(state, lambda stall_s: self._ring(done, began, stall_s), began)
         return True
 

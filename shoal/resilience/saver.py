@@ -36,10 +36,8 @@ from shoal.run import CheckpointPolicy, Run
 
 SAVES = "SHOAL_SAVES"
 """the environment variable of a rank that has its `Ways`, as JSON"""
-EMPTY = -1
-BOARD = struct.Struct(
-    "<qqq"
-)  # steps done in the save that was done with last (or EMPTY), blocks written, generation
+BOARD = struct.Struct("<qqq")
+"""saves that are done with in this generation of ranks; blocks written; the generation"""
 MOST_THREADS = 16  # that write; a quarter of the cores, since ranks have use for them
 POLL_S = 0.05
 
@@ -126,9 +124,9 @@ class Saver:
         self._board = os.memfd_create("shoal-board")
         self._hears, self._rings = os.pipe()
         self._changed = threading.Condition()  # guards what follows
-        self._generation = self._blocks = self._asked = self._answered = 0
+        self._generation = self._done = self._blocks = self._asked = self._answered = 0
         self._writing = False
-        self._show(EMPTY)
+        self._show()
         self._thread = threading.Thread(target=self._listen, name="saver", daemon=True)
         self._thread.start()
 
@@ -158,8 +156,8 @@ class Saver:
                 if self._hurry() or time.monotonic() - since > self._deadline_s:
                     break
             lost = self._writing
-            self._generation += 1
-            self._show(EMPTY)
+            self._generation, self._done = self._generation + 1, 0
+            self._show()
         if lost:
             self._say("NOT saved: a save in flight was given up, since it made no progress or a signal came")
 
@@ -186,7 +184,8 @@ class Saver:
                         self._changed.notify_all()
                     continue
                 bell = Bell(*said)
-                rung[bell.rank] = bell
+                if bell.generation == self._generation:  # else of a rank that took its time to die
+                    rung[bell.rank] = bell
                 if len(rung) == self._ranks:
                     self._save([rung.pop(rank) for rank in range(self._ranks)])
 
@@ -209,7 +208,8 @@ class Saver:
         with self._changed:
             self._writing = False
             if generation == self._generation:
-                self._show(step)
+                self._done += 1
+                self._show()
 
     def _write(self, bells: list[Bell], generation: int) -> str:
         """Returns what went wrong, if anything."""
@@ -265,7 +265,7 @@ class Saver:
         with self._changed:
             _require(generation == self._generation)
             self._blocks += 1
-            os.pwrite(self._board, self._blocks.to_bytes(8, "little"), 8)
+            self._show()
 
     def _go_ahead(self, generation: int) -> None:
         """From here on memory is not read any more, and the save can no longer be given up."""
@@ -273,8 +273,8 @@ class Saver:
             _require(generation == self._generation)
             self._writing = False
 
-    def _show(self, step: int) -> None:
-        os.pwrite(self._board, BOARD.pack(step, self._blocks, self._generation), 0)
+    def _show(self) -> None:
+        os.pwrite(self._board, BOARD.pack(self._done, self._blocks, self._generation), 0)
 
 
 def _require(wanted: bool) -> None:
