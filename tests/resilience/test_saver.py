@@ -27,7 +27,7 @@ from shoal.run import CheckpointPolicy, Run, read_json_lines
 from shoal.world import DeadlineError, World, join_world
 from tests.checkpoint.test_reshard import Case, set_up
 from tests.checkpoint.test_store import AWKWARD
-from tests.ranks import run_all, run_ranks
+from tests.ranks import run_all
 from tests.resilience.test_goes_on import STEPS, Ran, ran
 from tests.train.toy import global_batch, part_of
 
@@ -96,15 +96,13 @@ def test_the_launcher_writes_the_files_that_the_ranks_would_have_written(tmp_pat
             assert by_ranks[0] != by_ranks[1]
 
 
-def hand_over_it(world: World, ways: tuple[Ways, ...], what: dict[str, Tensor]) -> None:
-    hand_over = HandOver(ways[0], world)
-    assert hand_over.take(1, what, {"note": "mine"}, time.monotonic())
-    hand_over.wait()
-
-
 def test_tensors_of_every_kind_come_back_to_the_bit(tmp_path: Path) -> None:
-    with saver_of(tmp_path, 1) as made, patch("shoal.resilience.saver.cores", return_value=16.0):
-        run_ranks(1, hand_over_it, made.ways, AWKWARD)
+    with (
+        saver_of(tmp_path, 1) as made,
+        patch("shoal.resilience.saver.cores", return_value=16.0),  # several threads write the file
+        join_world(rank=0, size=1, device="cpu") as world,
+    ):
+        assert HandOver(made.ways[0], world).take(1, AWKWARD, {"note": "mine"}, time.monotonic())
     (found,) = list_checkpoints(tmp_path / "checkpoints")[0]
     assert found.manifest["note"] == "mine" and found.manifest["torch"] == torch.__version__
     loaded = dict(whole_tensors(found))

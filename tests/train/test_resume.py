@@ -142,6 +142,12 @@ def test_a_run_goes_on_when_a_checkpoint_does_not_fit_on_the_disk(finished: Path
     )
 
 
+def test_without_a_launcher_that_takes_saves_ranks_write_and_wait_for_each(finished: Path) -> None:
+    saves = [event for event in events(finished) if event["event"] == "save"]
+    assert [event["step"] for event in saves] == [4, 8, 12]
+    assert all(event["stall_s"] == event["seconds"] for event in saves)
+
+
 def test_a_run_whose_last_checkpoint_does_not_fit_fails(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="No space left on device"):
         run_ranks(1, run_with_a_full_disk, settings_for(tmp_path, Plan(), checkpoint={"every": 4}), [12])
