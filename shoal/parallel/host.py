@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -85,8 +85,12 @@ def lock_in_place(memory: Tensor, device: torch.device) -> int:
     size, address = memory.numel() * memory.element_size(), memory.data_ptr()
     with torch.cuda.device(device):
         failure = int(_runtime().cudaHostRegister(address, size, 0))
-    if not failure:
-        weakref.finalize(memory, _unregister, address).atexit = False  # at the end the process gives all back
+    if failure:
+        with suppress(RuntimeError):  # takes the error up, which else the next kernel of anyone would raise
+            torch.zeros((), device=device).add_(1)
+    else:
+        # at the end the process gives all back
+        weakref.finalize(memory, _unregister, address).atexit = False
     return failure
 
 

@@ -170,7 +170,11 @@ class _Places:
     def fill(self, state: dict[str, Tensor], then: Callable[[float], None], began: float) -> None:
         """Copy the state, and call `then` with the seconds that this held the rank up, when it is there."""
         with torch.no_grad():
-            sources = [self._steady(item, data) for item, data in self._sources(state)]
+            found = zip(self._items, self._resolve(state), strict=True)
+            sources = [_steady(item, data) for item, data in found]
+            before = torch.cuda.Event() if self.on_gpu else None
+            if before is not None:
+                before.record()
             with self._lane.run():
                 at = HEADER_BYTES
                 for source in sources:
@@ -183,9 +187,11 @@ class _Places:
                     self._copied = torch.cuda.Event(enable_timing=True, blocking=True)
                     self._copied.record()
         held_up_s = time.monotonic() - began
-        if self._copied is None:
+        if self._copied is None or before is None:
             then(held_up_s)
             return
+        if not before.query():  # the device had the step before to do all the while
+            held_up_s = 0.0
         self._update = None
         self._thread = threading.Thread(
             target=self._when_copied, args=(self._copied, sources, then, held_up_s), daemon=True
@@ -207,13 +213,6 @@ class _Places:
         if self._error is not None:
             raise self._error
 
-    def _sources(self, state: dict[str, Tensor]) -> list[tuple[WriteItem, Tensor]]:
-        return list(zip(self._items, self._resolve(state), strict=True))
-
-    def _steady(self, item: WriteItem, data: Tensor) -> Tensor:
-        """What is written into only by the update, or a copy."""
-        return data.clone() if data.is_cuda and item.index.fqn.startswith("buffer.") else data
-
     def _when_copied(
         self, copied: torch.cuda.Event, held: list[Tensor], then: Callable[[float], None], held_up_s: float
     ) -> None:
@@ -226,6 +225,11 @@ class _Places:
             then(held_up_s + max(0.0, late_ms / 1000))
         except Exception as error:  # of the device; told by who waits
             self._error = error
+
+
+def _steady(item: WriteItem, data: Tensor) -> Tensor:
+    """What on a device is written into by nothing but the update: if it is by more, a copy."""
+    return data.clone() if data.is_cuda and item.index.fqn.startswith("buffer.") else data
 
 
 def _box(item: WriteItem) -> tuple[str, list[int], list[int]]:
