@@ -29,7 +29,7 @@ from shoal.observe.host import memory
 from shoal.parallel.host import Lane, lock_in_place
 from shoal.resilience.saver import BOARD, SAVES, Bell, Handed, Ways, ways_of
 from shoal.resilience.snapshot import opened
-from shoal.world import DeadlineError, World
+from shoal.world import DeadlineError, World, WorldError
 
 POLL_S = 0.002
 SPARE = 0.05  # of the host's memory, which a copy of the state must leave free
@@ -42,8 +42,8 @@ class HandOver:
         self.problem = ""
         """why saves cannot be handed over, once that is known: ranks then write themselves"""
         self._ways, self._world = ways, world
-        self._bell, self._board = os.open(ways.bell, os.O_WRONLY), os.open(ways.board, os.O_RDONLY)
-        self._generation = self._read()[2]
+        self._bell = self._board = -1
+        self._generation = 0
         self._places: _Places | None = None
         self._handed = 0
 
@@ -58,8 +58,9 @@ class HandOver:
         Raises:
             DeadlineError: nothing is written any more.
         """
-        if self._places is not None:
-            self._places.join()
+        if self._places is None:
+            return 0.0
+        self._places.join()
         limit = self._world.deadline.total_seconds()
         began = moved = time.monotonic()
         done, blocks, _ = self._read()
@@ -106,15 +107,29 @@ class HandOver:
 
     def _prepare(self, state: dict[str, Tensor], facts: dict[str, Any]) -> None:
         planned, resolve = plan_save(state, self._world)
-        lack = self._lack_of_memory(planned.needed_bytes) if self._world.is_main else None
-        self.problem = self._world.broadcast_text(lack)
-        if self.problem:
-            return
-        facts = facts | {"torch": torch.__version__}
-        contents = (facts, planned.tensors) if self._world.is_main else None
-        self._places = _Places(
-            self._ways.memory, planned.items, resolve, self._world, contents, planned.needed_bytes
-        )
+        contents = (facts | {"torch": torch.__version__}, planned.tensors)
+        places, lack = None, ""
+        try:
+            if self._world.is_main:
+                lack = self._lack_of_memory(planned.needed_bytes)
+            if not lack:
+                handed = Handed(
+                    _table(planned.items), contents if self._world.is_main else None, planned.needed_bytes
+                )
+                places = _Places(self._ways.memory, planned.items, resolve, handed, self._world.device)
+                self._bell = os.open(self._ways.bell, os.O_WRONLY)
+                self._board = os.open(self._ways.board, os.O_RDONLY)
+                self._generation = self._read()[2]
+        except OSError as error:
+            lack = f"rank {self._world.rank} cannot have the launcher's memory: {error}"
+        try:
+            self._world.barrier("hand saves over", lack)
+        except DeadlineError:
+            raise
+        except WorldError as error:
+            self.problem = f"saves hold the ranks up: {error}"
+        else:
+            self._places = places
 
     def _ring(self, done: int, began: float, stall_s: float) -> None:
         assert self._places is not None
@@ -134,7 +149,7 @@ class HandOver:
         if now.used_bytes + needed_bytes <= now.total_bytes * (1 - SPARE):
             return ""
         return (
-            f"saves hold the ranks up: a copy of what they save needs {needed_bytes:,} bytes of host memory, and "
+            f"a copy of what they save needs {needed_bytes:,} bytes of host memory, and "
             f"{now.total_bytes - now.used_bytes:,} of {now.total_bytes:,} are free (checkpoint.asynchronous)"
         )
 
@@ -147,16 +162,15 @@ class _Places:
         path: str,
         items: list[WriteItem],
         resolve: Callable[[dict[str, Tensor]], list[Tensor]],
-        world: World,
-        contents: tuple[dict[str, Any], dict[str, dict[str, Any]]] | None,
-        needed_bytes: int,
+        handed: Handed,
+        device: torch.device,
     ) -> None:
-        self._items, self._resolve, self._device = items, resolve, world.device
-        self.on_gpu = world.device.type == "cuda"
-        table = [(*_box(item), item_bytes(item)) for item in items]
-        text = json.dumps(Handed(table, contents, needed_bytes)).encode()
+        self._items, self._resolve, self._device = items, resolve, device
+        self.on_gpu = device.type == "cuda"
+        text = json.dumps(handed).encode()
         at = HEADER_BYTES + sum(map(item_bytes, items))
         self.handed_at = at, len(text)
+        _reserve(path, at + len(text))
         self._memory = opened(path, at + len(text))
         self._memory[at : at + len(text)].numpy().data[:] = text
         if self.on_gpu:
@@ -232,10 +246,22 @@ def _steady(item: WriteItem, data: Tensor) -> Tensor:
     return data.clone() if data.is_cuda and item.index.fqn.startswith("buffer.") else data
 
 
-def _box(item: WriteItem) -> tuple[str, list[int], list[int]]:
-    assert item.tensor_data is not None
-    chunk = item.tensor_data.chunk
-    return item.index.fqn, list(chunk.offsets), list(chunk.sizes)
+def _table(items: list[WriteItem]) -> list[tuple[str, list[int], list[int], int]]:
+    found = []
+    for item in items:
+        assert item.tensor_data is not None
+        chunk = item.tensor_data.chunk
+        found.append((item.index.fqn, list(chunk.offsets), list(chunk.sizes), item_bytes(item)))
+    return found
+
+
+def _reserve(path: str, nbytes: int) -> None:
+    """Have the system find all of the memory now: what it lacks is an error here, and a kill where it is first written to."""
+    file = os.open(path, os.O_RDWR)
+    try:
+        os.posix_fallocate(file, 0, nbytes)
+    finally:
+        os.close(file)
 
 
 def open_hand_over(world: World) -> HandOver | None:
