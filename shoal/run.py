@@ -28,7 +28,7 @@ class CheckpointPolicy(Section):
     last: bool = Field(True, description="also write one when the run ends")
     asynchronous: bool = Field(
         True,
-        description="ranks only copy what they save every so many steps, and the launcher of `shoal train` writes it",
+        description="ranks only copy what they save every so many steps, and do not wait until it is written",
     )
     keep: int = Field(2, ge=2, description="newest complete checkpoints that are kept")
     memory_every: int = Field(

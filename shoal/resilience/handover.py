@@ -1,4 +1,4 @@
-"""`HandOver`: a rank's side of a save that it does not wait for: it copies what it is to write into the launcher's memory.
+"""`HandOver`: a rank's side of a save that it does not wait for: it copies what it is to write into memory of who writes it.
 
 Who writes which piece is planned with the other ranks once, by torch's distributed checkpoint (DCP), as for any save: names,
 shapes and places of the state are the same at every step. After that a save needs no word between ranks.
@@ -10,11 +10,13 @@ device first. A thread waits for the last copy and rings; the host never does. O
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,9 @@ from shoal.checkpoint.store import plan_save
 from shoal.checkpoint.write import item_bytes
 from shoal.observe.host import memory
 from shoal.parallel.host import Lane, lock_in_place
-from shoal.resilience.saver import BOARD, SAVES, Bell, Handed, Ways, ways_of
+from shoal.resilience.saver import BOARD, SAVES, Bell, Handed, Saver, Ways, wanted, ways_of
 from shoal.resilience.snapshot import opened
+from shoal.run import CheckpointPolicy, Run
 from shoal.world import DeadlineError, World, WorldError
 
 POLL_S = 0.002
@@ -100,6 +103,13 @@ class HandOver:
         self._places.fill(state, lambda stall_s: self._ring(done, began, stall_s), began)
         return True
 
+    def close(self) -> None:
+        """Let go of what the launcher holds."""
+        self._places = None
+        for file in (self._bell, self._board):
+            if file >= 0:
+                os.close(file)
+
     def before_update(self) -> None:
         """Have the device copy what is being copied before it changes it."""
         if self._places is not None:
@@ -112,6 +122,7 @@ class HandOver:
         try:
             if self._world.is_main:
                 lack = self._lack_of_memory(planned.needed_bytes)
+            _require_same(self._ways)
             if not lack:
                 handed = Handed(
                     _table(planned.items), contents if self._world.is_main else None, planned.needed_bytes
@@ -121,7 +132,7 @@ class HandOver:
                 self._board = os.open(self._ways.board, os.O_RDONLY)
                 self._generation = self._read()[2]
         except OSError as error:
-            lack = f"rank {self._world.rank} cannot have the launcher's memory: {error}"
+            lack = f"rank {self._world.rank} cannot have the memory to hand over in: {error}"
         try:
             self._world.barrier("hand saves over", lack)
         except DeadlineError:
@@ -255,6 +266,13 @@ def _table(items: list[WriteItem]) -> list[tuple[str, list[int], list[int], int]
     return found
 
 
+def _require_same(ways: Ways) -> None:
+    """The paths name a process, which is another one where each rank has a space of process numbers of its own."""
+    for path in (ways.memory, ways.board):
+        if ways.name not in str(Path(path).readlink()):
+            raise FileNotFoundError(errno.ENOENT, "it is of another process", path)
+
+
 def _reserve(path: str, nbytes: int) -> None:
     """Have the system find all of the memory now: what it lacks is an error here, and a kill where it is first written to."""
     file = os.open(path, os.O_RDWR)
@@ -264,7 +282,26 @@ def _reserve(path: str, nbytes: int) -> None:
         os.close(file)
 
 
-def open_hand_over(world: World) -> HandOver | None:
-    """Hand-over to the launcher that started this rank, if it takes saves: that of `shoal train`."""
+@contextmanager
+def hand_over(policy: CheckpointPolicy, run: Run, world: World) -> Generator[HandOver | None]:
+    """To whom this rank hands saves over while the block runs; None: ranks write themselves. Collective.
+
+    That is the launcher of `shoal train`. Where another one started the ranks, all on this host, it is a thread of rank 0.
+    """
     ways = ways_of(os.environ.get(SAVES))
-    return None if ways is None else HandOver(ways, world)
+    with ExitStack() as stack:
+        if ways is None and wanted(policy) and world.size == world.local_size:
+            ways = stack.enter_context(_to_rank_0(policy, run, world))
+        yield stack.enter_context(closing(HandOver(ways, world))) if ways is not None else None
+
+
+@contextmanager
+def _to_rank_0(policy: CheckpointPolicy, run: Run, world: World) -> Generator[Ways]:
+    """What ends early leaves its last save behind: ranks that end well have waited for it."""
+    deadline_s = world.deadline.total_seconds()
+    with ExitStack() as stack:
+        told = None
+        if world.is_main:
+            made = Saver(run, policy.keep, world.size, deadline_s, lambda: True, print)
+            told = json.dumps(stack.enter_context(closing(made)).ways)
+        yield Ways(*json.loads(world.broadcast_text(told))[world.rank])

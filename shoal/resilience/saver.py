@@ -51,6 +51,8 @@ class Ways(NamedTuple):
     """a pipe: a `Bell` a line"""
     board: str
     """what the launcher tells: see `BOARD`"""
+    name: str
+    """in the names of memory and board, and of no others"""
 
 
 class Bell(NamedTuple):
@@ -96,7 +98,7 @@ def saver(
         hurry: asked while it is waited for: true gives it up, too.
         say: told what went wrong.
     """
-    if not (ranks and policy.asynchronous and policy.every and sys.platform == "linux"):
+    if not (ranks and wanted(policy)):
         yield None
         return
     made = Saver(run, policy.keep, ranks, deadline_s, hurry, say)
@@ -104,6 +106,11 @@ def saver(
         yield made
     finally:
         made.close()
+
+
+def wanted(policy: CheckpointPolicy) -> bool:
+    """Whether saves are to be handed over, and this system has memory for it."""
+    return policy.asynchronous and policy.every > 0 and sys.platform == "linux"
 
 
 class Saver:
@@ -120,8 +127,9 @@ class Saver:
     ) -> None:
         self._run, self._keep, self._ranks, self._say = run, keep, ranks, say
         self._deadline_s, self._hurry = deadline_s, hurry
-        self._memories = [os.memfd_create(f"shoal-save-{rank}") for rank in range(ranks)]
-        self._board = os.memfd_create("shoal-board")
+        self._name = f"shoal-save-{secrets.token_hex(8)}"
+        self._memories = [os.memfd_create(f"{self._name}-{rank}") for rank in range(ranks)]
+        self._board = os.memfd_create(f"{self._name}-board")
         self._hears, self._rings = os.pipe()
         self._changed = threading.Condition()  # guards what follows
         self._generation = self._done = self._blocks = self._asked = self._answered = 0
@@ -135,7 +143,7 @@ class Saver:
         """For each rank."""
         here = f"/proc/{os.getpid()}/fd"
         return tuple(
-            Ways(f"{here}/{memory}", f"{here}/{self._rings}", f"{here}/{self._board}")
+            Ways(f"{here}/{memory}", f"{here}/{self._rings}", f"{here}/{self._board}", self._name)
             for memory in self._memories
         )
 
@@ -153,7 +161,8 @@ class Saver:
                 self._changed.wait(POLL_S)
                 if self._blocks != blocks:
                     blocks, since = self._blocks, time.monotonic()
-                if self._hurry() or time.monotonic() - since > self._deadline_s:
+                is_late = time.monotonic() - since > self._deadline_s
+                if is_late or (self._writing and self._hurry()):
                     break
             lost = self._writing
             self._generation, self._done = self._generation + 1, 0

@@ -19,6 +19,7 @@ from shoal.observe.report import write_report
 from shoal.observe.status import RankStatus
 from shoal.parallel.apply import synchronise_buffers
 from shoal.resilience.faults import show_state
+from shoal.resilience.handover import hand_over
 from shoal.resilience.replicas import require_equal_replicas
 from shoal.run import Run
 from shoal.train.evaluate import Evaluation, evaluate
@@ -47,28 +48,34 @@ def train(settings: Settings, world: World, status: RankStatus, stop: StopFlag) 
     run = Run(Path(settings.run.dir))
     world.agree("job", settings.to_toml())
     status.enter("setup", 0)
-    training = set_up(settings, world, run, status)
-    show_state(status, training.state)
-    done = resume(training)
-    if done >= settings.train.steps:
-        already_done(training, done)
-        status.finish(done)
-        return
+    with hand_over(settings.checkpoint, run, world) as saves:
+        training = set_up(settings, world, run, status, saves=saves)
+        show_state(status, training.state)
+        done = resume(training)
+        if done < settings.train.steps:
+            done = _to_the_end(training, done, stop)
+        else:
+            already_done(training, done)
+    status.finish(done)
+
+
+def _to_the_end(training: Training, done: int, stop: StopFlag) -> int:
+    """Train from `done` on, save and conclude; returns the steps that are done."""
     with training.progress:
         introduce(training, done)
         with Pauses() as pauses:
             done, stopped = train_steps(training, done, stop, pauses)
         if not stopped:
             _evaluate(training, done)
-        if stopped or settings.checkpoint.last:
+        if stopped or training.settings.checkpoint.last:
             _save(training, done)
         else:
             _wait_for_save(training, done)
         conclude(training, done, stopped)
     training.metrics.close()
-    if world.is_main:
-        write_report(run)
-    status.finish(done)
+    if training.world.is_main:
+        write_report(training.run)
+    return done
 
 
 def train_steps(training: Training, done: int, stop: StopFlag, pauses: Pauses) -> tuple[int, bool]:
@@ -285,7 +292,7 @@ def _save_or_go_on(training: Training, done: int) -> None:
 
 
 def _hand_over(training: Training, done: int) -> bool:
-    """Copy what is to be saved and leave the rest to the launcher; false if it takes no saves."""
+    """Copy what is to be saved and leave the rest to who writes; false if nobody takes saves."""
     saves, run = training.saves, training.run
     if saves is None or saves.problem:
         return False
@@ -303,7 +310,7 @@ def _hand_over(training: Training, done: int) -> bool:
 
 
 def _wait_for_save(training: Training, done: int) -> float:
-    """Until the launcher is done with the save before; returns the seconds that took."""
+    """Until the save before is done with; returns the seconds that took."""
     if training.saves is None:
         return 0.0
     return training.saves.wait(lambda: training.status.enter("save", done))

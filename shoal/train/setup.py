@@ -19,7 +19,7 @@ from shoal.observe.progress import Progress
 from shoal.observe.status import RankStatus
 from shoal.parallel.apply import parallelize
 from shoal.plan import Plan
-from shoal.resilience.handover import HandOver, open_hand_over
+from shoal.resilience.handover import HandOver
 from shoal.resilience.snapshot import Snapshots, open_snapshots
 from shoal.run import Run
 from shoal.train.objective import NextToken, Objective, as_objective
@@ -68,11 +68,13 @@ def set_up(
     status: RankStatus,
     *,
     on_phase: Callable[[str, int], None] | None = None,
+    saves: HandOver | None = None,
 ) -> Training:
     """Data, model, objective and step for this rank.
 
     Args:
         on_phase: told the phases of each step in place of `status`, as `Step` tells them.
+        saves: how a save is handed over; left out, ranks write and wait.
     """
     job, plan = settings.job, settings.plan
     if plan is None:
@@ -83,7 +85,7 @@ def set_up(
     compiled = plan.compiles(world.device.type) is not None
     objective = choose_objective(job.train.objective, datasets.vocab, compiled=compiled)
     cost = rates(job, build, objective, datasets, detect_cluster().device.flops, world.size)
-    saves, told = open_hand_over(world), on_phase or status.enter
+    told = on_phase or status.enter
     step = Step(
         model,
         objective,

@@ -19,16 +19,20 @@ from shoal.checkpoint.folder import list_checkpoints
 from shoal.checkpoint.parts import write_parts
 from shoal.checkpoint.plain import whole_tensors
 from shoal.checkpoint.store import model_state, save
+from shoal.config import Settings
 from shoal.launch.local import Outcome
+from shoal.launch.worker import StopFlag
 from shoal.observe.host import Memory
-from shoal.resilience.handover import HandOver
-from shoal.resilience.saver import Saver, Ways, saver
+from shoal.observe.status import RankStatus
+from shoal.resilience.handover import HandOver, hand_over
+from shoal.resilience.saver import SAVES, Saver, Ways, saver
 from shoal.run import CheckpointPolicy, Run, read_json_lines
+from shoal.train.loop import train
 from shoal.world import DeadlineError, World, join_world
 from tests.checkpoint.test_reshard import Case, set_up
 from tests.checkpoint.test_store import AWKWARD
-from tests.ranks import run_all
-from tests.resilience.test_goes_on import STEPS, Ran, ran
+from tests.ranks import run_all, run_ranks
+from tests.resilience.test_goes_on import STEPS, Ran, ran, settings
 from tests.train.toy import global_batch, part_of
 
 CASES = [
@@ -125,6 +129,19 @@ def slow_disk(seconds: float, step: int | None = None) -> Generator[None]:
         yield
 
 
+@contextmanager
+def full_disk(step: int) -> Generator[None]:
+    """Files of a step do not fit."""
+
+    def full(folder: Path, origin: Any, parts: Any, threads: int = 1) -> Any:
+        if origin.step == step:
+            raise OSError(28, "No space left on device")
+        return write_parts(folder, origin, parts, threads)
+
+    with patch("shoal.resilience.saver.write_parts", full):
+        yield
+
+
 POLICY: dict[str, Any] = {"checkpoint": {"memory_every": 0, "every": 2, "keep": 4}}
 
 
@@ -192,12 +209,7 @@ def test_ranks_wait_for_a_slow_disk_and_say_so_and_everything_is_saved(
 
 @pytest.mark.usefixtures("warm_nursery")
 def test_a_full_disk_fails_the_save_and_not_the_run(undisturbed: Ran, tmp_path: Path) -> None:
-    def full(folder: Path, origin: Any, parts: Any, threads: int = 1) -> Any:
-        if origin.step == 2:
-            raise OSError(28, "No space left on device")
-        return write_parts(folder, origin, parts, threads)
-
-    with patch("shoal.resilience.saver.write_parts", full):
+    with full_disk(step=2):
         found = ran(tmp_path, **POLICY)
     assert_same(found, undisturbed, [4, 6])
     (reason,) = found.of("save failed", "reason")
@@ -265,11 +277,36 @@ def test_no_memory_is_held_for_runs_that_do_not_save_as_they_go(
 def test_a_rank_reads_its_ways_as_the_launcher_wrote_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shoal.resilience.handover import open_hand_over
-    from shoal.resilience.saver import SAVES
-
+    monkeypatch.setattr("shoal.resilience.handover._to_rank_0", pytest.fail)
+    policy = CheckpointPolicy(every=1)
     with saver_of(tmp_path, 1) as made, join_world(rank=0, size=1, device="cpu") as world:
-        monkeypatch.delenv(SAVES, raising=False)
-        assert open_hand_over(world) is None  # of another launcher
         monkeypatch.setenv(SAVES, json.dumps(made.ways[0]))
-        assert open_hand_over(world) is not None
+        with hand_over(policy, Run(tmp_path), world) as found:
+            assert found is not None and found.take(1, state(1), {}, time.monotonic())
+            found.wait()
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "checkpoints")[0]] == [1]
+
+
+def train_with_a_full_disk(world: World, found: Settings) -> None:
+    with full_disk(step=2):
+        train(found, world, RankStatus(None, world.rank), StopFlag())
+
+
+def test_under_another_launcher_a_thread_of_rank_0_writes(undisturbed: Ran, tmp_path: Path) -> None:
+    files = set(Path("/proc/self/fd").iterdir())
+    Run(tmp_path).create()
+    run_ranks(2, train_with_a_full_disk, settings(tmp_path, **POLICY))
+    found = Ran(Outcome("ok", STEPS), tmp_path)
+    assert_same(found, undisturbed, [4, 6])
+    assert found.of("save failed") == [2]
+    during, last = (event for event in found.events if event["event"] == "save")
+    assert during["stall_s"] < during["seconds"] and last["stall_s"] == last["seconds"]
+    assert set(Path("/proc/self/fd").iterdir()) <= files
+
+
+def test_paths_that_lead_to_another_process_are_not_followed(tmp_path: Path) -> None:
+    with saver_of(tmp_path, 1) as made, join_world(rank=0, size=1, device="cpu") as world:
+        other = made.ways[0]._replace(name="shoal-save-of-another")
+        hand = HandOver(other, world)
+        assert not hand.take(1, state(1), {}, time.monotonic())
+        assert "it is of another process" in hand.problem

@@ -131,7 +131,7 @@ def run_with_a_full_disk(world: World, settings: Settings, full_at: list[int]) -
 
 
 def test_a_run_goes_on_when_a_checkpoint_does_not_fit_on_the_disk(finished: Path, tmp_path: Path) -> None:
-    settings = settings_for(tmp_path, Plan(), checkpoint={"every": 4, "keep": 3})
+    settings = settings_for(tmp_path, Plan(), checkpoint={"every": 4, "keep": 3, "asynchronous": False})
     run_ranks(1, run_with_a_full_disk, settings, [8])
     assert losses(tmp_path) == losses(finished)
     assert [c.step for c in list_checkpoints(tmp_path / "checkpoints")[0]] == [4, 12]
@@ -140,12 +140,6 @@ def test_a_run_goes_on_when_a_checkpoint_does_not_fit_on_the_disk(finished: Path
     assert re.search(
         r"No space left on device; it needs [\d,]+ bytes .*[\d,]+ bytes .* were free", failed["reason"]
     )
-
-
-def test_without_a_launcher_that_takes_saves_ranks_write_and_wait_for_each(finished: Path) -> None:
-    saves = [event for event in events(finished) if event["event"] == "save"]
-    assert [event["step"] for event in saves] == [4, 8, 12]
-    assert all(event["stall_s"] == event["seconds"] for event in saves)
 
 
 def test_a_run_whose_last_checkpoint_does_not_fit_fails(tmp_path: Path) -> None:
