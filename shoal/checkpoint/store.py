@@ -44,7 +44,7 @@ from shoal.parallel.replicate import core
 from shoal.parallel.shard import reshard
 from shoal.world import DeadlineError, World, WorldError
 
-MOST_THREADS = 8  # that read files of one rank
+MOST_THREADS = 8  # that read files of one rank; half as many write one
 MOST_TOLD = 4  # damaged places that a message names
 
 
@@ -71,7 +71,8 @@ def save(
     """
     _agree(world, "save a checkpoint", not_a_tensor(state), CheckpointError)
     aside, save_id = _start(folder, step, world)
-    writer = Writer(aside, Origin(save_id, step, world.rank, world.size))
+    threads = max(1, _threads(world) // 2)  # each keeps a core busy with checksums
+    writer = Writer(aside, Origin(save_id, step, world.rank, world.size), threads)
     problem = ""
     try:
         with alone_is_fine():

@@ -73,9 +73,9 @@ class Writer(Recorder):
     After `dcp.save`, `index_sha256` of the coordinator is for the manifest as well.
     """
 
-    def __init__(self, folder: Path, origin: Origin) -> None:
+    def __init__(self, folder: Path, origin: Origin, threads: int = 1) -> None:
         super().__init__()
-        self.folder, self.origin = folder, origin
+        self.folder, self.origin, self.threads = folder, origin, threads
         self.index_sha256 = ""
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -85,7 +85,7 @@ class Writer(Recorder):
 
     def _results(self, planner: SavePlanner) -> list[WriteResult]:
         parts = (part_of(item, planner.resolve_data(item)) for item in self.items)
-        written = write_parts(self.folder, self.origin, parts)
+        written = write_parts(self.folder, self.origin, parts, self.threads)
         return [
             WriteResult(item.index, item_bytes(item), piece)
             for item, (_, piece) in zip(self.items, written, strict=True)

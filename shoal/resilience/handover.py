@@ -39,7 +39,7 @@ SPARE = 0.05  # of the host's memory, which a copy of the state must leave free
 
 
 class HandOver:
-    """Hands saves over to the launcher of this rank."""
+    """Hands saves over to a `Saver`, of the launcher or of rank 0."""
 
     def __init__(self, ways: Ways, world: World) -> None:
         self.problem = ""
@@ -78,7 +78,7 @@ class HandOver:
                 on_progress()
             if time.monotonic() - moved > limit:
                 raise DeadlineError(
-                    "the last save does not come to an end: the launcher has written nothing for "
+                    "the last save does not come to an end: nothing has been written for "
                     f"{limit:g} s (run.deadline_s); look at the disk of run.dir"
                 )
         return time.monotonic() - began

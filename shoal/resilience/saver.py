@@ -1,12 +1,12 @@
-"""`Saver`: the launcher's side of saves that ranks do not wait for. It writes what they handed over, also when they are gone.
+"""`Saver`: the other side of saves that ranks do not wait for. It writes what they handed over, also when they are gone.
 
-Ranks copy what they are to write into memory that the launcher holds, one place a rank, and ring. When all have rung, a thread of
-the launcher writes the same folder that ranks would have written. A place is used again when its save is done with, so memory
+Ranks copy what they are to write into memory that their launcher holds, one place a rank, and ring. When all have rung, a thread
+of the launcher writes the same folder that ranks would have written. A place is used again when its save is done with, so memory
 is one copy of the state, and ranks that come too early wait: see `handover`.
 
 [Note: why a thread of the launcher] It outlives every rank, and nothing is left when it ends. It only moves bytes: reading, the
 checksum and writing let go of the interpreter, and what it knows of a save is JSON. A process of its own would end with the
-launcher as well, and would have to be asked, watched and believed.
+launcher as well, and would have to be asked, watched and believed. Where the launcher is not ours, rank 0 has the thread.
 
 [Note: what is no longer wanted] `settle` gives a save up that makes no progress. Its thread may be inside a call that never
 returns, and the places are filled anew by other ranks. So a save is of a generation of ranks: before it commits it asks, under

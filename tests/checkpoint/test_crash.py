@@ -67,7 +67,7 @@ class Calls:
 
     def _open(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Any, mode: str = "r", *words: Any, **keys: Any) -> Any:
-            if "w" not in mode:
+            if not {"w", "+"} & set(mode):
                 return real(path, mode, *words, **keys)
             self.note("create", str(path))
             return File(real(path, mode, *words, **keys), str(path), self)

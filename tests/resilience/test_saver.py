@@ -220,7 +220,10 @@ def state(number: float) -> dict[str, Tensor]:
     return {"model.weight": torch.full((6, 20), float(number))}
 
 
-def test_a_save_that_hangs_is_given_up_and_never_becomes_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("deadline_s", "hurry"), [(0.3, False), (60.0, True)], ids=["deadline", "signal"])
+def test_a_save_that_hangs_is_given_up_and_never_becomes_a_checkpoint(
+    deadline_s: float, hurry: bool, tmp_path: Path
+) -> None:
     hangs, goes_on = threading.Event(), threading.Event()
 
     def hang(*words: Any) -> Any:
@@ -231,13 +234,13 @@ def test_a_save_that_hangs_is_given_up_and_never_becomes_a_checkpoint(tmp_path: 
 
     with (
         patch("shoal.resilience.saver.write_parts", hang),
-        saver_of(tmp_path, 1, deadline_s=0.3) as made,
+        saver_of(tmp_path, 1, deadline_s, lambda: hurry and not goes_on.is_set()) as made,
         join_world(rank=0, size=1, device="cpu", deadline_s=0.3) as world,
     ):
         hand_over = HandOver(made.ways[0], world)
         assert hand_over.take(1, state(1), {}, time.monotonic())
         assert hangs.wait(20)
-        with pytest.raises(DeadlineError, match=r"the launcher has written nothing for 0\.3 s"):
+        with pytest.raises(DeadlineError, match=r"nothing has been written for 0\.3 s"):
             hand_over.wait()
         made.settle()  # those ranks are gone
         again = HandOver(made.ways[0], world)
