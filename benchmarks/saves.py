@@ -1,7 +1,7 @@
 """What a save costs a run that goes on: how long ranks are held up, how fast it is written and loaded, what a kill costs.
 
     python benchmarks/saves.py --out FILE [--device cpu|cuda] [--ranks 1] [--preset 433m] [--batch 64] [--micro-batch 8]
-                               [--seq-len 2048] [--every 10] [--saves 3] [--eager] [--threads N] [--folder DIR]
+                               [--seq-len 2048] [--every 10] [--saves 2] [--eager] [--threads N] [--folder DIR]
 
 Two runs of `shoal train`, with a save every so many steps: one whose saves are asynchronous and of which a rank is
 killed in the middle, one whose saves are not and which gets a SIGTERM; then its last checkpoint is loaded by one process. Shares
@@ -137,8 +137,11 @@ def _train(folder: Path, options: argparse.Namespace, *, steps: int, **said: Any
         },
         "train": {"steps": steps, "global_batch": options.batch, "precision": "bf16" if big else "fp32"},
         "optimizer": {"lr": 1e-4, "schedule": "constant"},
-        "plan": {"shard": options.ranks, "micro_batch": options.micro_batch}
-        | ({"compile": False} if options.eager else {}),
+        "plan": {
+            "shard": options.ranks,
+            "micro_batch": options.micro_batch,
+            "compile": options.device == "cuda" and not options.eager,
+        },
         "checkpoint": {"every": options.every, "asynchronous": behind},
         "run": {"dir": str(folder), "faults": faults, "log_every": 10, "threads": options.threads},
     }
@@ -194,7 +197,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--every", type=int, default=10, help="steps between saves")
-    parser.add_argument("--saves", type=int, default=3, help="at least 2")
+    parser.add_argument("--saves", type=int, default=2, help="at least 2")
     parser.add_argument("--eager", action="store_true", help="without the compiler")
     parser.add_argument("--threads", type=int, help="CPU threads a rank; left out: cores / ranks")
     parser.add_argument("--folder", type=Path, help="where to write; left out: the system's temporary folder")
