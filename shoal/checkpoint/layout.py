@@ -13,11 +13,12 @@ import math
 import re
 import struct
 import zlib
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal.checkpoint.folder import INDEX, Checkpoint
+
+if TYPE_CHECKING:  # who only writes files needs no torch
+    import torch
 
 BLOCK_BYTES = 4 * 2**20
 HEADER_BYTES = 64
@@ -156,6 +157,8 @@ def dtype_of(name: str) -> torch.dtype:
         >>> dtype_of("bfloat16")
         torch.bfloat16
     """
+    import torch
+
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is no type of this version of torch ({torch.__version__})")

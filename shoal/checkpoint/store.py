@@ -10,15 +10,12 @@ checked too. What any rank found is told to all at a barrier, so that all of the
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
-import shutil
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +31,20 @@ from shoal.checkpoint.folder import (
     CheckpointError,
     DamagedCheckpointError,
     Refused,
-    commit,
     inspect,
     list_checkpoints,
-    prune,
     set_aside,
     start,
 )
 from shoal.checkpoint.layout import Damage, DamagedError, Origin, data_files, read_index
+from shoal.checkpoint.parts import Contents, give_up, seal
 from shoal.checkpoint.read import Reader, all_blocks, check_blocks
-from shoal.checkpoint.write import Writer, not_a_tensor
+from shoal.checkpoint.write import Recorder, Writer, not_a_tensor
 from shoal.parallel.replicate import core
 from shoal.parallel.shard import reshard
-from shoal.version import __version__
 from shoal.world import DeadlineError, World, WorldError
 
-MOST_THREADS = 8  # that read files of one rank
+MOST_THREADS = 8  # that read files of one rank; half as many write one
 MOST_TOLD = 4  # damaged places that a message names
 
 
@@ -76,7 +71,8 @@ def save(
     """
     _agree(world, "save a checkpoint", not_a_tensor(state), CheckpointError)
     aside, save_id = _start(folder, step, world)
-    writer = Writer(aside, Origin(save_id, step, world.rank, world.size))
+    threads = max(1, _threads(world) // 2)  # each keeps a core busy with checksums
+    writer = Writer(aside, Origin(save_id, step, world.rank, world.size), threads)
     problem = ""
     try:
         with alone_is_fine():
@@ -85,10 +81,11 @@ def save(
         problem = _cause(error)
     except OSError as error:
         problem = str(error)
-    if problem:
-        problem = _give_up(aside, problem, writer, world)
+    if world.is_main and problem:
+        problem = give_up(aside, problem, writer.needed_bytes)
     elif world.is_main:
-        problem = _commit_here(aside, step, writer, facts, keep)
+        contents = Contents(facts | {"torch": torch.__version__}, writer.tensors)
+        problem = seal(aside, writer.origin, contents, writer.index_sha256, keep)
     if problem := world.broadcast_text(problem if world.is_main else None):
         raise CheckpointError(problem)
     return aside.with_suffix("")
@@ -108,52 +105,32 @@ def _start(folder: Path, step: int, world: World) -> tuple[Path, str]:
     return Path(path), save_id
 
 
+def plan_save(
+    state: dict[str, Tensor], world: World
+) -> tuple[Recorder, Callable[[dict[str, Tensor]], list[Tensor]]]:
+    """What each rank is to write of a state, and what finds this rank's part in the same state of any step. Collective.
+
+    Raises:
+        CheckpointError: on every rank, when any holds something that is no tensor.
+    """
+    _agree(world, "save a checkpoint", not_a_tensor(state), CheckpointError)
+    recorder, planner = Recorder(), _save_planner()
+    try:
+        with alone_is_fine():
+            dcp.save(state, storage_writer=recorder, planner=planner, no_dist=world.size == 1)
+    except CheckpointException as error:  # derives from BaseException
+        raise CheckpointError(f"the save cannot be planned: {_cause(error)}") from None
+
+    def resolve(state: dict[str, Tensor]) -> list[Tensor]:
+        planner.set_up_planner(state, is_coordinator=world.is_main)
+        found = [planner.resolve_data(item) for item in recorder.items]
+        return [data.detach() for data in found if isinstance(data, Tensor)]
+
+    return recorder, resolve
+
+
 def _save_planner() -> dcp.DefaultSavePlanner:
     return dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-
-def _give_up(aside: Path, problem: str, writer: Writer, world: World) -> str:
-    """Clear what was written, else it keeps a full disk full; returns what there is to say."""
-    if not world.is_main:
-        return problem
-    try:
-        free = _mib(shutil.disk_usage(aside.parent).free)
-    except OSError as error:  # the disk may be gone
-        free = f"an unknown number ({error})"
-    shutil.rmtree(aside, ignore_errors=True)
-    return (
-        f"checkpoint {aside.with_suffix('')} could not be written: {problem}; it needs {_mib(writer.needed_bytes)}, "
-        f"{free} were free; earlier checkpoints are untouched"
-    )
-
-
-def _mib(count: int) -> str:
-    return f"{count:,} bytes ({count / 2**20:,.1f} MiB)"
-
-
-def _commit_here(aside: Path, step: int, writer: Writer, facts: dict[str, Any], keep: int) -> str:
-    """Commit on rank 0; returns what went wrong, if anything."""
-    job = json.dumps(facts.get("job"), sort_keys=True)
-    manifest = {
-        "step": step,
-        "save": writer.origin.save,
-        "ranks": writer.origin.ranks,
-        "written": round(time.time(), 3),
-        "shoal": __version__,
-        "torch": torch.__version__,
-        "job_sha256": hashlib.sha256(job.encode()).hexdigest(),
-        **facts,
-        "index_sha256": writer.index_sha256,
-        "tensors": writer.tensors,
-    }
-    try:
-        commit(aside, manifest)
-    except OSError as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        return f"checkpoint {aside.with_suffix('')} could not be committed: {error}"
-    with suppress(OSError):  # old ones that cannot be deleted are no failure of this one
-        prune(aside.parent, keep)
-    return ""
 
 
 def newest(folder: Path, world: World) -> tuple[Checkpoint | None, list[Refused]]:

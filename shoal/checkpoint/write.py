@@ -1,14 +1,14 @@
-"""What torch's distributed checkpoint (DCP) writes with: it plans who saves which piece, and this puts the pieces into files."""
+"""What torch's distributed checkpoint (DCP) saves with: it plans who saves which piece, and this puts the pieces into files.
+
+`Writer` writes what is planned at once, `Recorder` only keeps the plan.
+"""
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import os
-import shutil
-import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,22 +18,20 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from shoal.checkpoint.folder import INDEX
-from shoal.checkpoint.layout import BLOCK_BYTES, HEADER_BYTES, Origin, Piece, index_text
-from shoal.run import write_whole
+from shoal.checkpoint.layout import BLOCK_BYTES, HEADER_BYTES, Origin
+from shoal.checkpoint.parts import Part, require_room, write_index, write_parts
 
 
-class Writer(StorageWriter):
-    """Writes this rank's file into a folder and, on the coordinator, `index.json`; the folder is not yet a checkpoint.
+class Recorder(StorageWriter):
+    """Writes nothing.
 
-    After `dcp.save`, `tensors` and `index_sha256` of the coordinator are for the manifest, and `needed_bytes` says what all
-    files take.
+    After `dcp.save`, `items` are what this rank is to write, in the order of its file; on the coordinator, `needed_bytes` says
+    what all files take and `tensors` what is in them, for the manifest.
     """
 
-    def __init__(self, folder: Path, origin: Origin) -> None:
-        self.folder, self.origin = folder, origin
+    def __init__(self) -> None:
+        self.items: list[WriteItem] = []
         self.tensors: dict[str, dict[str, Any]] = {}
-        self.index_sha256 = ""
         self.needed_bytes = 0
 
     def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
@@ -46,38 +44,19 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Refuse before anything is written if it will not fit. Some network file systems say 0 of 0 bytes: not known."""
-        self.needed_bytes = sum(HEADER_BYTES + sum(map(_item_bytes, plan.items)) for plan in plans)
-        disk = shutil.disk_usage(self.folder)
-        if disk.total and disk.free < self.needed_bytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.needed_bytes = sum(HEADER_BYTES + sum(map(item_bytes, plan.items)) for plan in plans)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file: flushed to the disk when this returns."""
-        results = []
-        with (self.folder / self.origin.file).open("wb") as file:
-            file.write(self.origin.header())
-            at = HEADER_BYTES
-            for item in sorted(plan.items, key=_widest_first):
-                piece, size = _write_piece(file, item, planner.resolve_data(item), self.origin.file, at)
-                results.append(WriteResult(item.index, size, piece))
-                at += size
-            file.flush()
-            os.fsync(file.fileno())
+        self.items = sorted(plan.items, key=_widest_first)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
+        done.set_result(self._results(planner))
         return done
 
+    def _results(self, planner: SavePlanner) -> list[WriteResult]:
+        return []
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index of what all ranks wrote."""
-        pieces: dict[str, list[Piece]] = {name: [] for name in metadata.state_dict_metadata}
-        for result in (result for by_rank in results for result in by_rank):
-            if result.size_in_bytes:  # a rank may hold nothing of a tensor that does not divide
-                pieces[result.index.fqn].append(result.storage_data)
-        text = index_text(pieces)
-        write_whole(self.folder / INDEX, text)
-        self.index_sha256 = hashlib.sha256(text.encode()).hexdigest()
         for name, stored in sorted(metadata.state_dict_metadata.items()):
             assert isinstance(stored, TensorStorageMetadata)
             dtype = str(stored.properties.dtype).removeprefix("torch.")
@@ -86,6 +65,36 @@ class Writer(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
         return Path(checkpoint_id).is_dir()
+
+
+class Writer(Recorder):
+    """Writes this rank's file into a folder and, on the coordinator, `index.json`; the folder is not yet a checkpoint.
+
+    After `dcp.save`, `index_sha256` of the coordinator is for the manifest as well.
+    """
+
+    def __init__(self, folder: Path, origin: Origin, threads: int = 1) -> None:
+        super().__init__()
+        self.folder, self.origin, self.threads = folder, origin, threads
+        self.index_sha256 = ""
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        super().prepare_global_plan(plans)
+        require_room(self.folder, self.needed_bytes)
+        return plans
+
+    def _results(self, planner: SavePlanner) -> list[WriteResult]:
+        parts = (part_of(item, planner.resolve_data(item)) for item in self.items)
+        written = write_parts(self.folder, self.origin, parts, self.threads)
+        return [
+            WriteResult(item.index, item_bytes(item), piece)
+            for item, (_, piece) in zip(self.items, written, strict=True)
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        written = ((result.index.fqn, result.storage_data) for by_rank in results for result in by_rank)
+        self.index_sha256 = write_index(self.folder, self.tensors, written)
 
 
 def not_a_tensor(state: dict[str, Tensor]) -> str:
@@ -102,7 +111,7 @@ def not_a_tensor(state: dict[str, Tensor]) -> str:
     return ""
 
 
-def _item_bytes(item: WriteItem) -> int:
+def item_bytes(item: WriteItem) -> int:
     assert item.tensor_data is not None
     return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
 
@@ -113,19 +122,16 @@ def _widest_first(item: WriteItem) -> tuple[int, str, tuple[int, ...]]:
     return -item.tensor_data.properties.dtype.itemsize, item.index.fqn, tuple(item.index.offset or ())
 
 
-def _write_piece(file: BinaryIO, item: WriteItem, data: Any, name: str, at: int) -> tuple[Piece, int]:
+def part_of(item: WriteItem, data: Any) -> Part:
+    """A planned piece with its data; the bytes of a tensor on a device come when they are asked for."""
     assert item.tensor_data is not None and isinstance(data, Tensor)
     chunk = item.tensor_data.chunk
-    raw = _bytes_of(data)
-    blocks = [raw[start : start + BLOCK_BYTES] for start in range(0, len(raw), BLOCK_BYTES)]
-    sums = []
-    for block in blocks:
-        sums.append(zlib.crc32(block))
-        file.write(block)
-    return Piece(tuple(chunk.offsets), tuple(chunk.sizes), name, at, tuple(sums)), len(raw)
+    return Part(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), item_bytes(item), _blocks(data))
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _blocks(tensor: Tensor) -> Iterator[memoryview]:
     """A tensor's elements in C order; a copy only of one that is on a device or not contiguous."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+    raw = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+    for start in range(0, len(raw), BLOCK_BYTES):
+        yield raw[start : start + BLOCK_BYTES]

@@ -27,6 +27,7 @@ from shoal.observe.host import Memory
 from shoal.resilience.faults import STRUCK
 from shoal.resilience.memory import Lighter, lighter
 from shoal.resilience.restarts import Failure, Restarts
+from shoal.resilience.saver import Saver, saver
 from shoal.resilience.snapshot import held
 from shoal.run import Run, read_json_lines, write_whole
 
@@ -72,14 +73,28 @@ def launch(
         raise ValueError(f"ranks = {ranks}: expected at least 1")
     run = Run(Path(settings.run.dir))
     run.create()
-    with run.locked(), held(ranks if settings.checkpoint.memory_every else 0) as kept:
-        order = Order(settings.to_toml(), target, ranks, device, os.getpid(), tuple(kept))
+    with (
+        run.locked(),
+        held(ranks if settings.checkpoint.memory_every else 0) as kept,
+        _requests() as requests,
+        saver(
+            run,
+            settings.checkpoint,
+            ranks if target == TRAIN else 0,
+            deadline_s=settings.run.deadline_s,
+            hurry=lambda: requests.count > 1,
+            say=lambda text: None if quiet else print(text, file=sys.stderr, flush=True),
+        ) as saves,
+    ):
+        ways = saves.ways if saves is not None else ()
+        order = Order(settings.to_toml(), target, ranks, device, os.getpid(), tuple(kept), ways)
         (run.ranks / STRUCK).unlink(missing_ok=True)
-        with _requests() as requests:
-            return _generations(settings, run, order, requests, quiet)
+        return _generations(settings, run, order, requests, saves, quiet)
 
 
-def _generations(settings: Settings, run: Run, order: Order, requests: Requests, quiet: bool) -> Outcome:
+def _generations(
+    settings: Settings, run: Run, order: Order, requests: Requests, saves: Saver | None, quiet: bool
+) -> Outcome:
     """Start the ranks, and start them again after failures from which a run can go on."""
     # what else ranks do, such as a benchmark, has nothing that it could go on from
     restarts = Restarts(settings.run.restarts if order.target == TRAIN else 0)
@@ -113,6 +128,8 @@ def _generations(settings: Settings, run: Run, order: Order, requests: Requests,
             if not nursery.wait_until_all_ended(ENDED_S):
                 stack.close()  # now: at the end of the run the numbers of its processes may be those of others
                 nursery = stack.enter_context(Ranks.start(order))
+            if saves is not None:
+                saves.settle()
             order = order._replace(settings=_going_on(settings).to_toml())
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.config import Settings
 from shoal.launch.worker import die_with, run_rank
+from shoal.resilience.saver import SAVES, Ways
 from shoal.resilience.snapshot import KEPT
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class Order(NamedTuple):
     launcher: int
     kept: tuple[str, ...] = ()
     """a path a rank, of memory that the launcher holds: see `shoal.resilience.snapshot`"""
+    saves: tuple[Ways, ...] = ()
+    """for each rank, how it hands saves over: see `shoal.resilience.saver`"""
 
 
 class Event(NamedTuple):
@@ -135,6 +138,8 @@ def _be_rank(order: Order, settings: Settings, rank: int, server: socket.socket)
     os.environ.update({name: str(value) for name, value in place.items()})
     if order.kept:
         os.environ[KEPT] = order.kept[rank]
+    if order.saves:
+        os.environ[SAVES] = json.dumps(order.saves[rank])
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host
     ranks = order.ranks  # all are on this host
     error = run_rank(settings, order.target, rank, lambda: _open(order, settings, rank, server), ranks, ranks)

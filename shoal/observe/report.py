@@ -37,6 +37,7 @@ DETAILS = {
     "start": "world size {world_size}, {plan}",
     "save": "{path}, {seconds} s",
     "step skipped": "loss {loss}, gradient norm {grad_norm}",
+    "save waited": "{seconds} s, for the one before",
     "save failed": "{reason}",
     "checkpoint refused": "{path}: {reason}",
     "alert": "rank {rank}: {message}",

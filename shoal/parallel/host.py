@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -71,21 +71,27 @@ def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         RuntimeError: the memory cannot be locked in place; the message says how much it was.
     """
     memory = torch.zeros(numel, dtype=dtype)
-    if device.type == "cuda" and numel and not is_simulated():
-        _register(memory, device)
+    on_device = device.type == "cuda" and numel > 0 and not is_simulated()
+    if on_device and (failure := lock_in_place(memory, device)):
+        raise RuntimeError(
+            f"{memory.nbytes / 2**30:.2f} GiB of host memory could not be locked in place (CUDA error {failure}), which "
+            "plan.offload needs; look at `ulimit -l` and the memory limit of the container, or offload less"
+        )
     return memory
 
 
-def _register(memory: Tensor, device: torch.device) -> None:
+def lock_in_place(memory: Tensor, device: torch.device) -> int:
+    """Register host memory with a device for as long as the tensor lives; 0, or CUDA's error if it cannot be locked."""
     size, address = memory.numel() * memory.element_size(), memory.data_ptr()
     with torch.cuda.device(device):
         failure = int(_runtime().cudaHostRegister(address, size, 0))
     if failure:
-        raise RuntimeError(
-            f"{size / 2**30:.2f} GiB of host memory could not be locked in place (CUDA error {failure}), which plan.offload "
-            "needs; look at `ulimit -l` and the memory limit of the container, or offload less"
-        )
-    weakref.finalize(memory, _unregister, address).atexit = False  # at the end the process gives all back
+        with suppress(RuntimeError):  # takes the error up, which else the next kernel of anyone would raise
+            torch.zeros((), device=device).add_(1)
+    else:
+        # at the end the process gives all back
+        weakref.finalize(memory, _unregister, address).atexit = False
+    return failure
 
 
 def _unregister(address: int) -> None:

@@ -68,7 +68,7 @@ class Snapshots:
         for name, tensor in sorted(state.items()):
             digest.update(f"{name} {tuple(_local(tensor).shape)} {tensor.dtype}\n".encode())
         self._digest = digest.digest()
-        self._memory = _opened(path, _HEADER_BYTES + SLOTS * self._slot_bytes)
+        self._memory = opened(path, _HEADER_BYTES + SLOTS * self._slot_bytes)
         self._header = self._memory[:_HEADER_BYTES].numpy().data
         if _HEADER.unpack_from(self._header)[0] != self._digest:  # new memory, or of another state
             self._write_header([EMPTY] * SLOTS)
@@ -142,7 +142,8 @@ def open_snapshots(every: int, state: Callable[[], Mapping[str, Tensor]], about:
     return Snapshots(path, state(), about)
 
 
-def _opened(path: str, nbytes: int) -> Tensor:
+def opened(path: str, nbytes: int) -> Tensor:
+    """The launcher's memory at a path, which is made so large if it is smaller, as bytes that both see."""
     import torch
 
     file = os.open(path, os.O_RDWR)

@@ -20,6 +20,7 @@ from shoal.observe.report import write_report
 from shoal.observe.status import RankStatus
 from shoal.parallel.apply import synchronise_buffers
 from shoal.resilience.faults import show_state
+from shoal.resilience.handover import hand_over
 from shoal.resilience.replicas import require_equal_replicas
 from shoal.run import Run
 from shoal.train.bad import remember_events, remember_manifest
@@ -55,26 +56,34 @@ def train(settings: Settings, world: World, status: RankStatus, stop: StopFlag) 
     run = Run(Path(settings.run.dir))
     world.agree("job", settings.to_toml())
     status.enter("setup", 0)
-    training = set_up(settings, world, run, status)
-    show_state(status, training.state)
-    done = resume(training)
-    if done >= settings.train.steps:
-        already_done(training, done)
-        status.finish(done)
-        return
+    with hand_over(settings.checkpoint, run, world) as saves:
+        training = set_up(settings, world, run, status, saves=saves)
+        show_state(status, training.state)
+        done = resume(training)
+        if done < settings.train.steps:
+            done = _to_the_end(training, done, stop)
+        else:
+            already_done(training, done)
+    status.finish(done)
+
+
+def _to_the_end(training: Training, done: int, stop: StopFlag) -> int:
+    """Train from `done` on, save and conclude; returns the steps that are done."""
     with training.progress:
         introduce(training, done)
-        with Pauses() as pauses, memory_told(training.step, world.device):
+        with Pauses() as pauses, memory_told(training.step, training.world.device):
             done, stopped = _train_past_spikes(training, done, stop, pauses)
         if not stopped:
             _evaluate(training, done)
-        if stopped or settings.checkpoint.last:
+        if stopped or training.settings.checkpoint.last:
             _save(training, done)
+        else:
+            _wait_for_save(training, done)
         conclude(training, done, stopped)
     training.metrics.close()
-    if world.is_main:
-        write_report(run)
-    status.finish(done)
+    if training.world.is_main:
+        write_report(training.run)
+    return done
 
 
 def _train_past_spikes(training: Training, done: int, stop: StopFlag, pauses: Pauses) -> tuple[int, bool]:
@@ -108,8 +117,11 @@ def train_steps(training: Training, done: int, stop: StopFlag, pauses: Pauses) -
         done = batch.step + 1
         pauses.after_step(done)
         due_eval, due_save, due_copy = (_is_due(every, done, steps) for every in _periods(training.settings))
-        if not asynchronous or due_eval or due_save or due_copy:
-            read()  # also since no state may be kept before it is known whether its last loss was a spike
+        # no state may be kept before it is known whether its last loss was a spike
+        overlaps = training.saves is not None and training.saves.overlaps and training.spikes is None
+        in_line = due_save and not overlaps
+        if not asynchronous or due_eval or in_line or due_copy:
+            read()
         if due_copy:
             _copy(training, done)
         if stopped:
@@ -118,7 +130,7 @@ def train_steps(training: Training, done: int, stop: StopFlag, pauses: Pauses) -
             _evaluate(training, done)
         if due_save:
             _save_or_go_on(training, done)
-        if due_eval or due_save:
+        if due_eval or in_line:
             clock.restart()
         status.enter("data", done)
     read()
@@ -184,6 +196,7 @@ def _go_back(training: Training, spike: Spike) -> int:
     run, world, spikes = training.run, training.world, training.spikes
     assert spikes is not None
     skips = spikes.skips  # a checkpoint may be older than some of them
+    _wait_for_save(training, spike.begin)
     training.status.enter("load", spike.begin)
     found, _ = load_newest(
         run.checkpoints,
@@ -375,19 +388,48 @@ def _evaluate(training: Training, done: int) -> Evaluation | None:
 def _save_or_go_on(training: Training, done: int) -> None:
     """Save; if that fails, as on a full disk, the run goes on and may be luckier with the next."""
     try:
-        _save(training, done)
+        if not _hand_over(training, done):
+            _save(training, done)
     except CheckpointError as error:
         if training.world.is_main:
             training.run.event("save failed", step=done, reason=str(error))
         training.progress.say(f"NOT saved: {error}")
 
 
+def _hand_over(training: Training, done: int) -> bool:
+    """Copy what is to be saved and leave the rest to who writes; false if nobody takes saves."""
+    saves, run = training.saves, training.run
+    if saves is None or saves.problem:
+        return False
+    training.status.enter("save", done)
+    began = time.monotonic()
+    waited_s = _wait_for_save(training, done)
+    if waited_s and training.world.is_main:
+        run.event("save waited", step=done, seconds=round(waited_s, 3))
+    state, facts = _state_to_keep(training, done), facts_of(training)
+    if saves.take(done, state, facts, began, keep=_number_to_keep(training, done)):
+        return True
+    if training.world.is_main:
+        run.event("alert", rank=0, message=saves.problem)
+    training.progress.say(saves.problem)
+    return False
+
+
+def _wait_for_save(training: Training, done: int) -> float:
+    """Until the save before is done with; returns the seconds that took."""
+    if training.saves is None:
+        return 0.0
+    return training.saves.wait(lambda: training.status.enter("save", done))
+
+
 def _save(training: Training, done: int) -> None:
+    """Save, and wait until it is a checkpoint."""
     world, run = training.world, training.run
     training.status.enter("save", done)
+    _wait_for_save(training, done)
     began = time.perf_counter()
     state, facts = _state_to_keep(training, done), facts_of(training)
     path = save(run.checkpoints, done, state, facts, world, keep=_number_to_keep(training, done))
     if world.is_main:
         seconds = round(time.perf_counter() - began, 3)
-        run.event("save", step=done, path=str(path), seconds=seconds)
+        run.event("save", step=done, path=str(path), seconds=seconds, stall_s=seconds)

@@ -19,6 +19,7 @@ from shoal.observe.progress import Progress
 from shoal.observe.status import RankStatus
 from shoal.parallel.apply import parallelize
 from shoal.plan import Plan
+from shoal.resilience.handover import HandOver
 from shoal.resilience.snapshot import Snapshots, open_snapshots
 from shoal.run import Run
 from shoal.train.bad import BadOfRun, bad_of, known_to_all
@@ -48,6 +49,7 @@ class Training(NamedTuple):
     bad: BadOfRun
     spikes: Spikes | None
     """what tells spikes and remembers skipped data, if the job asks for it"""
+    saves: HandOver | None
 
     def state(self) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint, by name."""
@@ -79,11 +81,13 @@ def set_up(
     status: RankStatus,
     *,
     on_phase: Callable[[str, int], None] | None = None,
+    saves: HandOver | None = None,
 ) -> Training:
     """Data, model, objective and step for this rank.
 
     Args:
         on_phase: told the phases of each step in place of `status`, as `Step` tells them.
+        saves: how a save is handed over; left out, ranks write and wait.
     """
     job, plan = settings.job, settings.plan
     if plan is None:
@@ -94,6 +98,7 @@ def set_up(
     compiled = plan.compiles(world.device.type) is not None
     objective = choose_objective(job.train.objective, datasets.vocab, compiled=compiled)
     cost = rates(job, build, objective, datasets, detect_cluster().device.flops, world.size)
+    told = on_phase or status.enter
     step = Step(
         model,
         objective,
@@ -105,7 +110,7 @@ def set_up(
         usual_weight=cost.usual_weight,
         seed=job.train.seed,
         scale=(job.train.loss_scale, job.train.loss_scale_growth),
-        on_phase=on_phase or status.enter,
+        on_phase=told if saves is None else _with_copies(told, saves),
     )
     spikes = Spikes(job.train) if job.train.spike else None
     progress = Progress(job.train.steps, shown=world.is_main, every=settings.run.log_every)
@@ -129,7 +134,19 @@ def set_up(
         snapshots,
         bad_of(run),
         spikes,
+        saves,
     )
+
+
+def _with_copies(on_phase: Callable[[str, int], None], saves: HandOver) -> Callable[[str, int], None]:
+    """As `on_phase`; what is being copied for a save is not updated before that is done."""
+
+    def told(phase: str, step: int) -> None:
+        on_phase(phase, step)
+        if phase == "update":
+            saves.before_update()
+
+    return told
 
 
 def choose_objective(spec: str | None, vocab: int | None, *, compiled: bool) -> Objective:

@@ -17,6 +17,7 @@ def small_blocks() -> Generator[None]:
     with (
         patch("shoal.checkpoint.write.BLOCK_BYTES", BLOCK_BYTES),
         patch("shoal.checkpoint.read.BLOCK_BYTES", BLOCK_BYTES),
+        patch("shoal.resilience.saver.BLOCK_BYTES", BLOCK_BYTES),
     ):
         yield
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +20,9 @@ from shoal.checkpoint.check import check
 from shoal.checkpoint.folder import list_checkpoints
 from shoal.checkpoint.plain import whole_tensors
 from shoal.checkpoint.store import CheckpointError, save
+from shoal.resilience.handover import HandOver
+from shoal.resilience.saver import saver
+from shoal.run import CheckpointPolicy, Run, read_json_lines
 from shoal.world import World
 from tests.checkpoint.blocks import run_small, small_blocks
 
@@ -62,7 +67,7 @@ class Calls:
 
     def _open(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Any, mode: str = "r", *words: Any, **keys: Any) -> Any:
-            if "w" not in mode:
+            if not {"w", "+"} & set(mode):
                 return real(path, mode, *words, **keys)
             self.note("create", str(path))
             return File(real(path, mode, *words, **keys), str(path), self)
@@ -133,14 +138,43 @@ def assert_whole(folder: Path, newest_is_one_of: set[int]) -> None:
         assert all(bool((tensor == checkpoint.step).all()) for _, tensor in whole_tensors(checkpoint))
 
 
-def killed_at(world: World, folder: Path, step: int, stop_at: int) -> bool:
+@contextmanager
+def ranks_write(world: World, folder: Path) -> Generator[Callable[[int], None]]:
+    """What saves a step."""
+    yield lambda step: save_step(world, folder, step)
+
+
+@contextmanager
+def launcher_writes(world: World, folder: Path) -> Generator[Callable[[int], None]]:
+    """The same, handed over; the first save, which plans, is done with."""
+    run = Run(folder.parent)
+    policy = CheckpointPolicy(every=1, keep=2)
+    with saver(run, policy, 1, deadline_s=20.0, hurry=lambda: False, say=lambda text: None) as saves:
+        assert saves is not None
+        hand_over = HandOver(saves.ways[0], world)
+
+        def save(step: int) -> None:
+            assert hand_over.take(step, state(step), {}, time.monotonic(), keep=2)
+            hand_over.wait()
+            *_, last = read_json_lines(run.events_file)
+            if last["event"] == "save failed":
+                raise CheckpointError(last["reason"])
+
+        save(6)
+        yield save
+
+
+WRITERS = {"the ranks": ranks_write, "the launcher": launcher_writes}
+
+
+def killed_at(world: World, folder: Path, step: int, stop_at: int, writer: str) -> bool:
     """Save in a child that is killed at a call; returns whether it came so far."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            with Calls(stop_at, lambda: os._exit(KILLED)):
-                save_step(world, folder, step)
+            with WRITERS[writer](world, folder) as save_one, Calls(stop_at, lambda: os._exit(KILLED)):
+                save_one(step)
             code = 0
         finally:
             os._exit(code)
@@ -150,13 +184,13 @@ def killed_at(world: World, folder: Path, step: int, stop_at: int) -> bool:
     return code == KILLED
 
 
-def kill_everywhere(world: World, folder: Path, base: Path, step: int) -> int:
+def kill_everywhere(world: World, folder: Path, base: Path, step: int, writer: str) -> int:
     stop_at = 0
     while True:
         stop_at += 1
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(base, folder)
-        was_killed = killed_at(world, folder, step, stop_at)
+        was_killed = killed_at(world, folder, step, stop_at, writer)
         assert_whole(folder, {6, step})
         if not was_killed:
             break
@@ -166,11 +200,15 @@ def kill_everywhere(world: World, folder: Path, base: Path, step: int) -> int:
     return stop_at - 1
 
 
-@pytest.mark.parametrize("step", [8, 6], ids=["a new step", "the newest step again"])
+@pytest.mark.parametrize(
+    ("step", "writer"),
+    [(8, "the ranks"), (6, "the ranks"), (6, "the launcher")],
+    ids=["a new step", "the newest step again", "the same by the launcher"],
+)
 def test_a_kill_at_any_call_leaves_the_newest_committed_checkpoint_whole(
-    step: int, base: Path, tmp_path: Path
+    step: int, writer: str, base: Path, tmp_path: Path
 ) -> None:
-    (points,) = run_small(1, kill_everywhere, tmp_path / "checkpoints", base, step, timeout=250)
+    (points,) = run_small(1, kill_everywhere, tmp_path / "checkpoints", base, step, writer, timeout=250)
     assert points > 30
 
 
@@ -190,17 +228,17 @@ def test_so_does_a_kill_of_one_rank_of_two(victim: int, stop_at: int, base: Path
     assert_whole(folder, {6, 8})
 
 
-def fail_everywhere(world: World, aside: Path, base: Path) -> int:
+def fail_everywhere(world: World, aside: Path, base: Path, writer: str) -> int:
     """Each call fails in turn, once, as on a full disk; returns how many saves failed for it."""
     failed, stop_at = 0, 0
     while True:
         stop_at += 1
-        folder = aside / str(stop_at)
+        folder = aside / str(stop_at) / "checkpoints"
         shutil.copytree(base, folder)
         calls = Calls(stop_at, no_space)
         try:
-            with calls:
-                save_step(world, folder, 8)
+            with WRITERS[writer](world, folder) as save_one, calls:
+                save_one(8)
         except CheckpointError as error:
             assert "No space left on device" in str(error)
             assert_whole(folder, {6})
@@ -216,8 +254,11 @@ def no_space() -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_call_that_fails_fails_the_save_and_clears_what_it_wrote(base: Path, tmp_path: Path) -> None:
-    (failed,) = run_small(1, fail_everywhere, tmp_path, base)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_call_that_fails_fails_the_save_and_clears_what_it_wrote(
+    writer: str, base: Path, tmp_path: Path
+) -> None:
+    (failed,) = run_small(1, fail_everywhere, tmp_path, base, writer)
     assert failed > 15
 
 

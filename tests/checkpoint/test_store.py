@@ -76,7 +76,7 @@ def save_this(world: World, folder: Path, what: dict[str, Tensor]) -> None:
 def save_on_full_disk(world: World, folder: Path, victim: int, when: str) -> str:
     full = {
         "as it is written": patch(
-            "shoal.checkpoint.write._write_piece", side_effect=OSError(28, "No space left on device")
+            "shoal.checkpoint.parts._write_part", side_effect=OSError(28, "No space left on device")
         ),
         "before": patch("shutil.disk_usage", return_value=shutil._ntuple_diskusage(2**30, 2**30 - 100, 100)),
     }[when]

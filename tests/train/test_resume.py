@@ -123,7 +123,7 @@ def run_with_a_full_disk(world: World, settings: Settings, full_at: list[int]) -
     def save_or_not(folder: Path, step: int, *rest: Any, **keys: Any) -> Path:
         if step not in full_at:
             return real(folder, step, *rest, **keys)
-        with patch("shoal.checkpoint.write._write_piece", side_effect=OSError(28, "No space left on device")):
+        with patch("shoal.checkpoint.parts._write_part", side_effect=OSError(28, "No space left on device")):
             return real(folder, step, *rest, **keys)
 
     with patch("shoal.train.loop.save", save_or_not):
@@ -131,7 +131,7 @@ def run_with_a_full_disk(world: World, settings: Settings, full_at: list[int]) -
 
 
 def test_a_run_goes_on_when_a_checkpoint_does_not_fit_on_the_disk(finished: Path, tmp_path: Path) -> None:
-    settings = settings_for(tmp_path, Plan(), checkpoint={"every": 4, "keep": 3})
+    settings = settings_for(tmp_path, Plan(), checkpoint={"every": 4, "keep": 3, "asynchronous": False})
     run_ranks(1, run_with_a_full_disk, settings, [8])
     assert losses(tmp_path) == losses(finished)
     assert [c.step for c in list_checkpoints(tmp_path / "checkpoints")[0]] == [4, 12]
