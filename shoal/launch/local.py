@@ -116,9 +116,9 @@ def _generations(
             outcome, failure = _failed(run, scene, watch.began_at, quiet)
             remedy = _remedy(settings, failure)
             failure = failure._replace(remedied=remedy.plan is not None)
-            why = "a signal asked it to stop" if requests.count else restarts.refuse(failure)
-            why = f"{why}; {remedy.why_not}" if why and remedy.why_not else why
-            why = why or "; ".join(scene.gpus) or None
+            why = (
+                "a signal asked it to stop" if requests.count else _why_not(restarts, failure, remedy, scene)
+            )
             if why is None and meets_by_file:
                 why = f"run.init_method = {settings.run.init_method} serves one meeting of ranks"
             if why is not None:
@@ -131,6 +131,14 @@ def _generations(
             if saves is not None:
                 saves.settle()
             order = order._replace(settings=_going_on(settings).to_toml())
+
+
+def _why_not(restarts: Restarts, failure: Failure, remedy: Lighter, scene: Scene) -> str | None:
+    """Why there is no restart after a failure; None if there is to be one."""
+    if scene.gpus:
+        return "; ".join(scene.gpus)
+    why = restarts.refuse(failure)
+    return f"{why}; {remedy.why_not}" if why and remedy.why_not else why
 
 
 def _remedy(settings: Settings, failure: Failure) -> Lighter:

@@ -35,9 +35,7 @@ from shoal.train.step import StepResult
 from shoal.train.tell import already_done, conclude, introduce
 from shoal.world import World
 
-EXPLAINED_EVERY = (
-    10  # of steps in a row without an update, whose cause is looked for: the first, and then each tenth
-)
+EXPLAINED_EVERY = 10  # steps in a row without an update: the cause of the first, the 11th, ... is looked for
 MOST_SKIPPED = 50  # steps in a row without an update, after which a run is lost
 
 
@@ -348,8 +346,8 @@ def _note_skipped(training: Training, result: StepResult, metrics: Metrics, cloc
     in_a_row, cause = clock.skipped, None
     if in_a_row % EXPLAINED_EVERY == 1:
         training.status.enter("diagnose", result.step)
-        numbers = numbers_of(training.datasets.train, training.settings.job)
-        cause = find_cause(training.step, result, numbers)
+        samples = numbers_of(training.datasets.train, training.settings.job)
+        cause = find_cause(training.step, result, samples)
         training.progress.say(f"step {metrics.step} was skipped: {cause.message}")
         clock.restart()
     if training.world.is_main:
