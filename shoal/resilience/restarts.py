@@ -16,6 +16,8 @@ class Failure(NamedTuple):
     """steps that were done when the generation began"""
     done: int
     """steps that were done on all ranks when it ended"""
+    final: str = ""
+    """why it is no use to go on from what was kept in memory"""
 
 
 class Restarts:
@@ -51,6 +53,8 @@ class Restarts:
             self._furthest, self._in_a_row = failure.done, 0
         if not self._most:
             return "run.restarts = 0"
+        if failure.final:
+            return failure.final
         if failure.raised and failure.done <= failure.begun:
             return "no step was done before the program raised it, so it would again"
         if failure.raised and again:
