@@ -6,18 +6,19 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from shoal.launch.errors import SHOAL, RankError, RankFiles, is_user_file, read_error
-from shoal.observe.calls import Calls, read_calls
+from shoal.observe.calls import Calls, read_all_calls
 from shoal.observe.host import Memory
 from shoal.observe.status import Status, read_status
 from shoal.observe.verdict import Mismatch, find_absence, find_mismatch, ranks_text
 
 COMPILING = re.compile(r"torch/(_dynamo/convert_frame|_inductor/(compile_fx|graph|scheduler))\.py")
+MISMATCHED = ".MismatchError"  # of ranks that compare their calls: each raises the same
 WAITING = re.compile(r"torch/distributed/(?!checkpoint|elastic)|shoal/launch/(meeting|rendezvous)\.py")
 
 
@@ -32,6 +33,8 @@ class End(NamedTuple):
     stack: str = ""
     gone: bool = False
     """its process is not there any more, and nobody saw how it ended"""
+    stopped: bool = False
+    """by SIGSTOP, as a debugger or Ctrl-Z does"""
 
     @property
     def signal(self) -> str | None:
@@ -80,16 +83,10 @@ def read_ends(folder: Path, codes: dict[int, tuple[int | None, float]]) -> list[
     for rank, (code, time) in sorted(codes.items()):
         files = RankFiles.of(folder, rank)
         stack = files.stack.read_text(errors="replace") if files.stack.exists() else ""
-        ends.append(
-            End(rank, code, time, read_status(files.status), read_error(files.error), main_stack(stack))
-        )
+        status, error = read_status(files.status), read_error(files.error)
+        stopped = code is None and _process_state(status) == "T"
+        ends.append(End(rank, code, time, status, error, main_stack(stack), stopped=stopped))
     return ends
-
-
-def read_all_calls(folder: Path, ranks: Iterable[int]) -> dict[int, Calls]:
-    """What ranks called last, of those that keep it."""
-    found = {rank: read_calls(RankFiles.of(folder, rank).calls) for rank in ranks}
-    return {rank: calls for rank, calls in found.items() if calls is not None}
 
 
 def report(scene: Scene, folder: Path) -> tuple[Culprit, str]:
@@ -235,18 +232,15 @@ def _is_gone(end: End) -> bool:
         return True
     except OSError:
         return False
-    return _process_state(status.pid) == "Z"
+    return _process_state(status) == "Z"
 
 
-def _is_stopped(end: End) -> bool:
-    status = end.status
-    return status is not None and status.host == socket.gethostname() and _process_state(status.pid) == "T"
-
-
-def _process_state(pid: int) -> str:
-    """The kernel's letter: Z has ended, but its launcher has not asked how; T is stopped; nothing if there is none."""
+def _process_state(status: Status | None) -> str:
+    """The kernel's letter: Z has ended, but its launcher has not asked how; T is stopped; nothing if it is not seen from here."""
+    if status is None or status.host != socket.gethostname():
+        return ""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{status.pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
 
 
@@ -293,7 +287,7 @@ def _stuck(scene: Scene) -> Culprit:
     end, absence = holds_up(scene.ends, scene.calls)
     time = f"for {scene.stalled_s:.0f} s " if scene.stalled_s else ""
     headline = f"rank {end.rank} is stuck {time}{end.place}"
-    details = [absence] * bool(absence) + ["its process is stopped (SIGSTOP)"] * _is_stopped(end)
+    details = [absence] * bool(absence) + ["its process is stopped (SIGSTOP)"] * end.stopped
     details += [f"at {line}"] if (line := line_of(end.stack)) else []
     details += [f"  {path}:{line} in {name}" for path, line, name in _frames(end.stack)[:8]]
     return Culprit(end.rank, headline, details)
@@ -311,6 +305,8 @@ def _others(ends: Sequence[End], culprit: int) -> dict[str, list[int]]:
 def _fate(end: End) -> str:
     if end.finished:
         return end.place
+    if end.error and end.error.type.endswith(MISMATCHED):
+        return f"found it too, {end.place}"
     if end.error and not end.error.secondary:
         return f"failed too, {end.place}: {end.error.headline}"
     if end.error:

@@ -24,7 +24,6 @@ from shoal.launch.failure import (
     holds_up,
     is_compiling,
     line_of,
-    read_all_calls,
     read_ends,
     report,
 )
@@ -32,8 +31,9 @@ from shoal.launch.nursery import Event, Order
 from shoal.launch.progress import CallWatch, Quiet
 from shoal.launch.worker import SAME_STOP_S, TRAIN
 from shoal.observe import host
-from shoal.observe.calls import Calls
+from shoal.observe.calls import Calls, read_all_calls
 from shoal.observe.host import Memory
+from shoal.observe.verdict import find_mismatch
 from shoal.resilience.faults import STRUCK
 from shoal.resilience.restarts import Failure, Restarts
 from shoal.resilience.snapshot import held
@@ -294,7 +294,9 @@ class Watch:
         return read_ends(self.run.ranks, self.nursery.codes())
 
     def _ended_well(self) -> bool:
-        return not self.nursery.lost and not any(code for code, _ in self.nursery.ended.values())
+        if self.nursery.lost or any(code for code, _ in self.nursery.ended.values()):
+            return False
+        return find_mismatch(self._read_calls()) is None  # after the last look
 
     def _failed(self, ends: list[End]) -> bool:
         """Whether a rank said that it failed: leaving a process group on GPUs can take it for ever when others wait."""

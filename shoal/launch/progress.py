@@ -15,7 +15,7 @@ from shoal.observe.calls import Calls
 from shoal.observe.pace import Pace, Slow
 from shoal.observe.verdict import Mismatch, find_mismatch
 
-STEP_PHASES = ("data", "forward", "reduce", "update", "copy")
+STEP_PHASES = ("data", "forward", "reduce", "update", "copy", "compare")
 STALL_S = 10.0  # at least, before a rank is named
 USUAL = 10.0  # times the longest that ranks usually stay in one phase
 WARM_UP = 2  # steps that may compile

@@ -211,7 +211,9 @@ def _set_threads(settings: Settings, local_size: int) -> None:
 @contextlib.contextmanager
 def _stacks_on_request(path: Path) -> Generator[None, None, None]:
     """On SIGUSR1 write the Python stacks of all threads to `path`, even from inside a call into C++."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # afterwards as well: asked while it leaves, a rank must not die of it
+    signal.signal(
+        signal.SIGUSR1, signal.SIG_IGN
+    )  # afterwards as well: asked while it leaves, a rank must not die of it
     with path.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         try:

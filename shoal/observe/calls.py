@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,6 +119,12 @@ def read_calls(path: Path) -> Calls | None:
     except OSError:
         return None
     return _unpack(raw) if len(raw) == SIZE_BYTES and raw[:8] == MAGIC else None
+
+
+def read_all_calls(folder: Path, ranks: Iterable[int]) -> dict[int, Calls]:
+    """What ranks last called, of those that keep it in a run's folder `ranks`."""
+    found = {rank: read_calls(folder / f"{rank}.calls") for rank in ranks}
+    return {rank: calls for rank, calls in found.items() if calls is not None}
 
 
 def _unpack(raw: bytes) -> Calls:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
-from shoal.observe.calls import Call, Calls, Group
+from shoal.observe.calls import Call, Calls, Group, read_all_calls
 
 
 class Place(NamedTuple):
@@ -56,7 +58,8 @@ def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
         return None
     _, group, made = min(found, key=lambda one: one[0])
     places = [Place(rank, call.text, call.line) for rank, call in made]
-    return Mismatch(_odd(places, calls), mismatch_text(group, made[0][1].number, places))
+    odd = _odd(made, calls)
+    return Mismatch(odd, mismatch_text(group, made[0][1].number, places, odd))
 
 
 def find_absence(calls: Mapping[int, Calls], gone: Sequence[int] = ()) -> Absence | None:
@@ -80,8 +83,15 @@ def find_absence(calls: Mapping[int, Calls], gone: Sequence[int] = ()) -> Absenc
     return None
 
 
-def mismatch_text(group: Group, number: int, places: Sequence[Place]) -> str:
-    """`ranks of the shard group (ranks 0, 1) differ in call 7: rank 0 called ... at ...; rank 1 called ... at ...`."""
+def sure_mismatch(folder: Path, ranks: Sequence[int]) -> Mismatch | None:
+    """As `find_mismatch`, in the files of ranks that may be writing: what is there when they are read again."""
+    if find_mismatch(read_all_calls(folder, ranks)) is None:
+        return None
+    return find_mismatch(read_all_calls(folder, ranks))
+
+
+def mismatch_text(group: Group, number: int, places: Sequence[Place], odd: int | None = None) -> str:
+    """What ranks called that should have been one call, and where; `odd` is the rank that is told first, if one is."""
     said: dict[str, list[Place]] = {}
     for place in places:
         said.setdefault(place.text, []).append(place)
@@ -93,8 +103,11 @@ def mismatch_text(group: Group, number: int, places: Sequence[Place]) -> str:
         each = [
             f"now all call {shown(places[0].text)} at {places[0].line}, and the first difference is no longer kept"
         ]
-    before = "in" if len(said) > 1 else "before"
-    return f"{name_of(group)} made different calls {before} call {number}:\n  " + ";\n  ".join(each)
+    which = (
+        f"call {number} of {name_of(group)}" if len(said) > 1 else f"{name_of(group)} before call {number}"
+    )
+    who = "ranks made different calls" if odd is None else f"rank {odd} made another call than others"
+    return f"{who}, in {which}:\n  " + ";\n  ".join(each)
 
 
 def shown(text: str) -> str:
@@ -138,13 +151,18 @@ def numbered(group: Group, calls: Mapping[int, Calls]) -> dict[int, list[tuple[i
     return found
 
 
-def _odd(places: Sequence[Place], calls: Mapping[int, Calls]) -> int:
-    """Which rank is to be looked at first: not with most others, or whose call nobody made before."""
-    counts = Counter(place.text for place in places)
-    fewest = min(counts.values())
-    few = [place for place in places if counts[place.text] == fewest]
-    made = Counter(call.text for one in calls.values() for call in one.calls)
-    return min(few, key=lambda place: made[place.text]).rank
+def _odd(made: Sequence[tuple[int, Call]], calls: Mapping[int, Calls]) -> int:
+    """Which rank is to be looked at first: one of the fewest, or whose call has not come after such a call before."""
+    ranks = Counter(call.text for _, call in made)
+    fewest = min(ranks.values())
+    usual = Counter(pair for one in calls.values() for pair in pairwise(call.text for call in one.calls))
+
+    def is_usual(rank: int, call: Call) -> int:
+        before = [other.text for other in calls[rank].calls if other.place == call.place - 1]
+        return usual[before[0], call.text] if before else 0
+
+    few = [(is_usual(rank, call), rank) for rank, call in made if ranks[call.text] == fewest]
+    return min(few)[1]
 
 
 def _wait_of(rank: int, calls: Mapping[int, Calls]) -> Wait | None:

@@ -18,6 +18,7 @@ from shoal.observe.metrics import Metrics, forget_after, memory_bytes, reserved_
 from shoal.observe.report import write_report
 from shoal.observe.status import RankStatus
 from shoal.parallel.apply import synchronise_buffers
+from shoal.resilience.collectives import require_same_calls
 from shoal.resilience.faults import show_state
 from shoal.resilience.replicas import require_equal_replicas
 from shoal.run import Run
@@ -88,6 +89,8 @@ def train_steps(training: Training, done: int, stop: StopFlag, pauses: Pauses) -
         stopped = _report(training, unread, clock, leave=int(not numbers_are_due))
         if due_copy:
             _copy(training, done)
+        elif _is_due(training.settings.run.compare_every, done, steps):
+            _compare(training, done)
         if stopped:
             break
         if due_eval:
@@ -199,6 +202,12 @@ def _copy(training: Training, done: int) -> None:
     training.snapshots.take(done, _state_to_keep(training, done))
 
 
+def _compare(training: Training, done: int) -> None:
+    """The state of all replicas."""
+    training.status.enter("compare", done)
+    require_equal_replicas(training.state(), training.plan, training.world, done)
+
+
 def _state_to_keep(training: Training, done: int) -> dict[str, Tensor]:
     """The state, of which all replicas have the same."""
     synchronise_buffers(training.model, training.world)
@@ -284,6 +293,7 @@ def _save(training: Training, done: int) -> None:
     settings, world, run = training.settings, training.world, training.run
     training.status.enter("save", done)
     began = time.perf_counter()
+    require_same_calls(run, world)
     state, facts = _state_to_keep(training, done), facts_of(training)
     path = save(run.checkpoints, done, state, facts, world, keep=settings.checkpoint.keep)
     if world.is_main:
