@@ -343,7 +343,7 @@ class Watch:
 
     def _warn(self, ends: list[End], stalled_s: float) -> None:
         """Say once a stall which rank holds the others up: when it is long for these ranks, or a quarter of the deadline."""
-        self.quiet.look(ends, stalled_s)
+        self.quiet.look(ends, stalled_s, time.monotonic())
         limit = min(self.quiet.limit_s, self.deadline_s / 4)
         if stalled_s < limit or not _started(ends) or all(end.finished for end in ends):
             self.warned = 0.0

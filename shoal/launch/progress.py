@@ -16,16 +16,15 @@ from shoal.observe.pace import Pace, Slow
 from shoal.observe.verdict import Mismatch, find_mismatch
 
 STEP_PHASES = ("data", "forward", "reduce", "update", "copy", "compare")
-STALL_S = 10.0  # at least, before a rank is named
-USUAL = 10.0  # times the longest that ranks usually stay in one phase
+STALL_S = 8.0  # at least, before a rank is named: it is by the tenth second
+USUAL = 10.0  # times a step, or the longest that ranks usually stay in one phase
 WARM_UP = 2  # steps that may compile
-LEAST_SEEN = 5
 CALLS_S = 2.0  # between looks at calls
 
 
 @dataclass(eq=False)
 class Quiet:
-    """How long ranks stay in a phase without anyone moving, and so what is too long for them.
+    """How long no rank moves from one phase to the next in the steps of a run, and so what is too long for it.
 
     Only the phases of a step are judged: an evaluation, a save or what is compiled in the first steps take what they take.
 
@@ -34,31 +33,30 @@ class Quiet:
         inf
     """
 
-    first: int | None = None
-    """step in which the ranks began"""
-    seen: deque[float] = field(default_factory=lambda: deque(maxlen=500))
+    limit_s: float = float("inf")
+    """seconds without a move after which a rank is named"""
+    _began: tuple[int, float] | None = None
+    """step in which the ranks began, and when"""
+    _seen: deque[float] = field(default_factory=lambda: deque(maxlen=500))
     _last: float = 0.0
-    judged: bool = False
 
-    def look(self, ends: Sequence[End], stalled_s: float) -> None:
+    def look(self, ends: Sequence[End], stalled_s: float, now: float) -> None:
         """Take in where ranks are, and for how long none has moved."""
         running = [end.status for end in ends if end.status is not None and end.status.state == "running"]
-        in_steps = len(running) == len(ends) and all(status.phase in STEP_PHASES for status in running)
         step = min((status.step for status in running), default=0)
-        if self.first is None and in_steps:
-            self.first = step
-        self.judged = in_steps and self.first is not None and step >= self.first + WARM_UP
-        if stalled_s < self._last and self.judged:
-            self.seen.append(self._last)
-        self._last = stalled_s if self.judged else 0.0
-
-    @property
-    def limit_s(self) -> float:
-        """Seconds without a move after which a rank is named."""
-        if not self.judged or len(self.seen) < LEAST_SEEN:
-            return float("inf")
-        longest = sorted(self.seen)[int(0.99 * len(self.seen))]
-        return max(STALL_S, USUAL * longest)
+        if len(running) < len(ends) or any(status.phase not in STEP_PHASES for status in running):
+            self.limit_s, self._last = float("inf"), 0.0
+            return
+        self._began = self._began or (step, now)
+        first, began = self._began
+        if stalled_s < self._last:
+            self._seen.append(self._last)
+        self._last = stalled_s
+        if step < first + WARM_UP:
+            return
+        longest = sorted(self._seen)[int(0.99 * len(self._seen))] if self._seen else 0.0
+        a_step = (now - stalled_s - began) / (step - first)
+        self.limit_s = max(STALL_S, USUAL * max(longest, a_step))
 
 
 @dataclass(eq=False)

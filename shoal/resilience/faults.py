@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 STRUCK = "faults.struck"
 """the file in `ranks/` that lists faults that have struck, by their place in the setting"""
 FLIP = "flip"  # one bit of a parameter, which nothing but a comparison notices
+EXTRA = "extra"  # a collective that the others do not make
 PARENT = "parent"  # the process that forked the ranks is killed, and they end with it
 PHASES = ("data", "forward", "reduce", "update", "eval", "save")
 SLOW_S = 2.0
@@ -209,6 +210,15 @@ def _disk(fault: Fault) -> None:
     raise OSError(28, "a fault of run.faults: no space left on device")
 
 
+def _call_alone(fault: Fault) -> None:
+    import torch
+    import torch.distributed as dist
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(torch.zeros(3, device=device), op=dist.ReduceOp.MAX)
+
+
 def _ask_to_stop(fault: Fault) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -225,7 +235,8 @@ KINDS: dict[str, Callable[[Fault], None]] = {
     "memory": _memory,
     "disk": _disk,
     "term": _ask_to_stop,
+    EXTRA: _call_alone,
 }
 ALL_KINDS = (*KINDS, PARENT, FLIP)
-DRAWN = tuple(kind for kind in ALL_KINDS if kind not in ("hang", "stop", "term", FLIP))
-"""those that a seed draws: no waiting for a deadline, and no orderly end"""
+DRAWN = tuple(kind for kind in ALL_KINDS if kind not in ("hang", "stop", "term", EXTRA, FLIP))
+"""those that a seed draws: no waiting for a deadline, no orderly end, and none from which there is no restart"""

@@ -166,12 +166,8 @@ def test_rank_0_keeps_the_terminal_and_all_ranks_have_logs(
     assert "hello from rank 1 of 2" not in shown
     for rank in (0, 1):
         assert (tmp_path / "ranks" / f"{rank}.log").read_text() == f"hello from rank {rank} of 2\n"
-    assert sorted(path.name for path in (tmp_path / "ranks").iterdir()) == [
-        "0.log",
-        "0.status",
-        "1.log",
-        "1.status",
-    ]
+    files = [f"{rank}.{kind}" for rank in (0, 1) for kind in ("calls", "log", "status")]
+    assert sorted(path.name for path in (tmp_path / "ranks").iterdir()) == files
 
 
 @pytest.mark.usefixtures("warm_nursery")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from shoal.observe.status import RankStatus
 from shoal.world import World
 
 WRONG_RANK, WRONG_STEP = 1, 6
+WRONG_AT = "wrong-at"
+"""the file that says when"""
 PAUSE_S = 0.02
 
 
@@ -32,10 +35,13 @@ def steps(settings: Settings, world: World, status: RankStatus, stop: StopFlag) 
         status.enter("forward", step)
         if fault == "slow" and world.rank == WRONG_RANK:
             time.sleep(0.1)
+        if wrong:
+            Path(settings.run.dir, WRONG_AT).write_text(str(time.time()))
         work(group, wrong)
         status.enter("reduce", step)
         dist.all_reduce(torch.ones(4))
         status.enter("update", step)
+    status.enter("end", settings.train.steps)
 
 
 def work(group: dist.ProcessGroup, wrong: str) -> None:
