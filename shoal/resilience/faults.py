@@ -111,6 +111,8 @@ def require_possible(faults: list[Fault], ranks: int, steps: int) -> None:
             raise ValueError(
                 f"run.faults: rank={fault.rank} of a {fault.kind}: this run has ranks 0 to {ranks - 1}"
             )
+        if fault.kind == EXTRA and ranks == 1:
+            raise ValueError("run.faults: a rank that is alone makes no collective; extra needs two ranks")
         if not 0 <= fault.step <= steps:
             raise ValueError(f"run.faults: step={fault.step} of a {fault.kind}: this run has {steps} steps")
 
