@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -64,6 +64,14 @@ class RunPolicy(Section):
     )
     init_method: str = Field("env://", description='"env://", "tcp://host:port" or "file:///path"')
     deadline_s: float = Field(600.0, gt=0, description="longest wait for another rank, seconds")
+    collectives: Literal["note", "compare", "off"] = Field(
+        "note",
+        description='"note": what each rank calls is kept for reports; "compare": ranks also tell each other before each call, '
+        'for debugging; "off": neither',
+    )
+    compare_every: int = Field(
+        0, ge=0, description="steps between comparisons of replicas; 0: only when state is kept"
+    )
     restarts: int = Field(
         3, ge=0, description="how often in a row a failed run is started again without getting any further"
     )

@@ -33,14 +33,16 @@ class RankFiles(NamedTuple):
     status: Path
     error: Path
     stack: Path
+    calls: Path
 
     @classmethod
     def of(cls, folder: Path, rank: int) -> RankFiles:
-        return cls(*(folder / f"{rank}.{name}" for name in ("log", "status", "error.json", "stack")))
+        names = ("log", "status", "error.json", "stack", "calls")
+        return cls(*(folder / f"{rank}.{name}" for name in names))
 
     def clear(self) -> None:
         """Remove what an earlier run left; logs grow on."""
-        for path in (self.status, self.error, self.stack):
+        for path in (self.status, self.error, self.stack, self.calls):
             path.unlink(missing_ok=True)
 
 

@@ -6,16 +6,20 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from shoal.frames import SHOAL, is_user_file
 from shoal.launch.errors import RankError, RankFiles, read_error
+from shoal.observe.calls import Calls, read_all_calls
 from shoal.observe.host import Memory
 from shoal.observe.status import Status, read_status
+from shoal.observe.verdict import Mismatch, find_absence, find_mismatch, ranks_text
 
+COMPILING = re.compile(r"torch/(_dynamo/convert_frame|_inductor/(compile_fx|graph|scheduler))\.py")
+MISMATCHED = ".MismatchError"  # of ranks that compare their calls: each raises the same
 WAITING = re.compile(r"torch/distributed/(?!checkpoint|elastic)|shoal/launch/(meeting|rendezvous)\.py")
 
 
@@ -30,6 +34,8 @@ class End(NamedTuple):
     stack: str = ""
     gone: bool = False
     """its process is not there any more, and nobody saw how it ended"""
+    stopped: bool = False
+    """by SIGSTOP, as a debugger or Ctrl-Z does"""
 
     @property
     def signal(self) -> str | None:
@@ -55,6 +61,8 @@ class Culprit(NamedTuple):
     rank: int
     headline: str
     details: list[str]
+    mismatch: bool = False
+    """ranks made different calls: what they have computed since is wrong"""
 
 
 class Scene(NamedTuple):
@@ -68,6 +76,8 @@ class Scene(NamedTuple):
     """the process that forked the ranks ended first, and they with it"""
     gpus: Sequence[str] = ()
     """what speaks for leaving a GPU out"""
+    calls: Mapping[int, Calls] = {}
+    """what ranks called last"""
 
 
 def read_ends(folder: Path, codes: dict[int, tuple[int | None, float]]) -> list[End]:
@@ -76,9 +86,9 @@ def read_ends(folder: Path, codes: dict[int, tuple[int | None, float]]) -> list[
     for rank, (code, time) in sorted(codes.items()):
         files = RankFiles.of(folder, rank)
         stack = files.stack.read_text(errors="replace") if files.stack.exists() else ""
-        ends.append(
-            End(rank, code, time, read_status(files.status), read_error(files.error), main_stack(stack))
-        )
+        status, error = read_status(files.status), read_error(files.error)
+        stopped = code is None and _process_state(status) == "T"
+        ends.append(End(rank, code, time, status, error, main_stack(stack), stopped=stopped))
     return ends
 
 
@@ -93,7 +103,7 @@ def report(scene: Scene, folder: Path) -> tuple[Culprit, str]:
     )
     lines = [culprit.headline, f"  {where}; log {RankFiles.of(folder, own.rank).log}"]
     lines += [f"  {line}" for line in (*culprit.details, *scene.gpus)]
-    lines += [f"{_ranks(ranks)} {text}" for text, ranks in _others(scene.ends, culprit.rank).items()]
+    lines += [f"{ranks_text(ranks)} {text}" for text, ranks in _others(scene.ends, culprit.rank).items()]
     lines.append(f"logs, statuses and errors of all ranks: {folder}/")
     return culprit, "\n".join(lines)
 
@@ -108,7 +118,7 @@ def own_report(folder: Path, error: RankError, size: int) -> str:
     ends = [end._replace(gone=end.rank != error.rank and _is_gone(end)) for end in ends]
     if not error.secondary:
         ends = [end._replace(error=None) if end.rank != error.rank else end for end in ends]
-    culprit, text = report(Scene(ends), folder)
+    culprit, text = report(Scene(ends, calls=read_all_calls(folder, (end.rank for end in ends))), folder)
     if culprit.rank == error.rank:
         return text
     return f"rank {error.rank} was stopped, in step {error.step}, phase {error.phase}, because {text}"
@@ -117,8 +127,8 @@ def own_report(folder: Path, error: RankError, size: int) -> str:
 def find_culprit(scene: Scene) -> Culprit:
     """The rank that failed first.
 
-    In this order: an error of its own or a signal, whichever came first; an end before the others' end; being
-    stuck; and if all only lost each other, the first to notice.
+    In this order: another call than that of its group; an error of its own or a signal, whichever came first; an end
+    before the others' end; being stuck; and if all only lost each other, the first to notice.
     """
     ends = scene.ends
     if scene.lost and not any(end.error for end in ends):
@@ -127,6 +137,8 @@ def find_culprit(scene: Scene) -> Culprit:
         )
         details = ["somebody killed it, or the kernel did for want of memory", *_memory(scene)]
         return Culprit(ends[0].rank, headline, details)
+    if mismatch := find_mismatch(scene.calls):
+        return _differing(mismatch)
     primary = [(end.error.time, end) for end in ends if end.error and not end.error.secondary]
     killed = [(end.time, end) for end in ends if not end.error and _died(end)]
     if primary or killed:
@@ -142,7 +154,7 @@ def find_culprit(scene: Scene) -> Culprit:
         return _early(min(early, key=lambda end: end.step), max(running, key=lambda end: end.step))
     alive = [end for end in ends if end.code is None and not end.error]
     if alive:
-        return _stuck(behind(alive), scene)
+        return _stuck(scene)
     aborted = [end for end in ends if end.signal and not end.error]
     if aborted:
         return _killed(min(aborted, key=lambda end: end.time), scene)
@@ -163,11 +175,18 @@ def waits(stack: str) -> bool:
     return bool(WAITING.search(stack))
 
 
+def is_compiling(stack: str) -> bool:
+    """Whether a main thread's stack is inside torch's compiler, which can take minutes."""
+    return bool(COMPILING.search(stack))
+
+
 def main_stack(text: str) -> str:
     """The main thread's part of the last dump in a faulthandler file: the one that began in the worker."""
     dumps = text.split("Current thread ")[-1] if text.count("Current thread ") > 1 else text
     threads = re.split(r"(?=(?:Current thread|Thread) 0x)", dumps)
-    return next((thread for thread in reversed(threads) if "launch/worker.py" in thread), "")
+    # a stack is cut after 100 frames; the main thread is the one that takes the signal
+    deep = (thread for thread in threads if thread.startswith("Current") and "\n  ..." in thread)
+    return next((thread for thread in reversed(threads) if "launch/worker.py" in thread), next(deep, ""))
 
 
 def _died(end: End) -> bool:
@@ -217,15 +236,16 @@ def _is_gone(end: End) -> bool:
         return True
     except OSError:
         return False
-    return _is_zombie(status.pid)
+    return _process_state(status) == "Z"
 
 
-def _is_zombie(pid: int) -> bool:
-    """Ended, but its launcher has not asked how."""
-    stat = Path(f"/proc/{pid}/stat")
+def _process_state(status: Status | None) -> str:
+    """The kernel's letter: Z has ended, but its launcher has not asked how; T is stopped; nothing if it is not seen from here."""
+    if status is None or status.host != socket.gethostname():
+        return ""
     with suppress(OSError):
-        return stat.read_text().rpartition(")")[2].split()[0] == "Z"
-    return False
+        return Path(f"/proc/{status.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
 
 
 def _early(end: End, other: End) -> Culprit:
@@ -235,15 +255,45 @@ def _early(end: End, other: End) -> Culprit:
     )
 
 
-def _stuck(end: End, scene: Scene) -> Culprit:
+def _differing(mismatch: Mismatch) -> Culprit:
+    details = [
+        "every rank of a group must make the same calls in the same order; numbers since then are wrong"
+    ]
+    return Culprit(mismatch.rank, mismatch.text, details, mismatch=True)
+
+
+def holds_up(ends: Sequence[End], calls: Mapping[int, Calls]) -> tuple[End, str]:
+    """The running rank that holds the others up, and to which call it did not come, if that is known."""
+    alive = [end for end in ends if end.code is None and not end.error and not end.finished]
+    # one that gave up waiting, or whose peer did, still tells for whom it waited
+    waited = [end.rank for end in ends if end in alive or (end.error and end.error.secondary)]
+    absence = find_absence(calls, gone=[rank for rank in calls if rank not in waited])
+    named = [end for end in alive if absence and end.rank in absence.ranks]
+    return behind(named or alive or ends), absence.text if absence and named else ""
+
+
+def line_of(stack: str) -> str:
+    """`file:line in function` of the user's code, or else of shoal's, in a main thread's stack."""
+    frames = _frames(stack)
+    found = next((frame for frame in frames if is_user_file(frame[0])), None)
+    found = found or next((frame for frame in frames if frame[0].startswith(SHOAL)), None)
+    return f"{found[0]}:{found[1]} in {found[2]}" if found else ""
+
+
+def _frames(stack: str) -> list[tuple[str, str, str]]:
+    """File, line and function, innermost first, of what the worker runs."""
+    return re.findall(
+        r'File "([^"]+)", line (\d+) in (\S+)', stack.split(f'File "{SHOAL}/launch/worker.py"')[0]
+    )
+
+
+def _stuck(scene: Scene) -> Culprit:
+    end, absence = holds_up(scene.ends, scene.calls)
     time = f"for {scene.stalled_s:.0f} s " if scene.stalled_s else ""
     headline = f"rank {end.rank} is stuck {time}{end.place}"
-    frames = re.findall(
-        r'File "([^"]+)", line (\d+) in (\S+)', end.stack.split(f'File "{SHOAL}/launch/worker.py"')[0]
-    )
-    user = next((frame for frame in frames if is_user_file(frame[0])), None)
-    details = [f"at {user[0]}:{user[1]} in {user[2]}"] if user else []
-    details += [f"  {path}:{line} in {name}" for path, line, name in frames[:8]]
+    details = [absence] * bool(absence) + ["its process is stopped (SIGSTOP)"] * end.stopped
+    details += [f"at {line}"] if (line := line_of(end.stack)) else []
+    details += [f"  {path}:{line} in {name}" for path, line, name in _frames(end.stack)[:8]]
     return Culprit(end.rank, headline, details)
 
 
@@ -259,6 +309,8 @@ def _others(ends: Sequence[End], culprit: int) -> dict[str, list[int]]:
 def _fate(end: End) -> str:
     if end.finished:
         return end.place
+    if end.error and end.error.type.endswith(MISMATCHED):
+        return f"found it too, {end.place}"
     if end.error and not end.error.secondary:
         return f"failed too, {end.place}: {end.error.headline}"
     if end.error:
@@ -266,7 +318,3 @@ def _fate(end: End) -> str:
     if end.signal:
         return f"was killed by {end.signal} {end.place}"
     return f"is gone, {end.place}" if end.gone else f"was {end.place}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

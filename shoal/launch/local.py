@@ -18,12 +18,23 @@ from types import FrameType
 from typing import IO, Literal, NamedTuple, Self
 
 from shoal.config import Settings
-from shoal.launch.failure import End, Scene, behind, read_ends, report
+from shoal.launch.failure import (
+    End,
+    Scene,
+    holds_up,
+    is_compiling,
+    line_of,
+    read_ends,
+    report,
+)
 from shoal.launch.nursery import Event, Order
+from shoal.launch.progress import CallWatch, Quiet
 from shoal.launch.worker import SAME_STOP_S, TRAIN
 from shoal.observe import host
+from shoal.observe.calls import Calls, read_all_calls
 from shoal.observe.health import health_watched
 from shoal.observe.host import Memory
+from shoal.observe.verdict import find_mismatch
 from shoal.resilience.faults import STRUCK
 from shoal.resilience.memory import Lighter, lighter
 from shoal.resilience.restarts import Failure, Restarts
@@ -39,6 +50,7 @@ ENDED_S = (
 )
 POLL_S = 0.1
 DIVERGED = ".DivergedError"  # of a device, and not of the program
+DIFFERED = "ranks made different calls, which is the program's, and what memory has may be wrong since"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -105,7 +117,9 @@ def _generations(
         while True:
             _clear(run.ranks)
             nursery.order(order)
-            watch = Watch(run, nursery, requests, settings.run.deadline_s)
+            watch = Watch(
+                run, nursery, requests, settings.run.deadline_s, CallWatch(_stages(settings, order.ranks))
+            )
             scene = watch.until_end()
             if scene is not None and health is not None:
                 scene = scene._replace(gpus=health.leaving())
@@ -170,6 +184,12 @@ def _with_remedy(
             memory="; ".join(error.notes),
         )
     return settings.with_plan(remedy.plan)
+
+
+def _stages(settings: Settings, ranks: int) -> list[range]:
+    """Ranks that do the same work, together: those of a pipeline stage."""
+    each = ranks // (settings.plan.pipeline if settings.plan else 1)
+    return [range(first, first + each) for first in range(0, ranks, max(1, each))]
 
 
 def _given_up(run: Run, outcome: Outcome, why: str, quiet: bool) -> Outcome:
@@ -306,6 +326,8 @@ class Watch:
     nursery: Ranks
     requests: Requests
     deadline_s: float
+    calls: CallWatch
+    quiet: Quiet = field(default_factory=Quiet)
     passed_on: int = 0
     warned: float = 0.0
     began: float = field(default_factory=time.monotonic)
@@ -325,28 +347,38 @@ class Watch:
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + min(0.5, self.deadline_s / 20)
                 self._remember_memory()
-                if self._failed():
+                ends = self.ends()
+                if self._failed(ends) or self._calls_differ(ends):
                     return self._stop_all(0.0)
-                stalled = self._stalled_s()
-                if stalled > (self.deadline_s if self.started else max(START_S, self.deadline_s)):
+                stalled = self._stalled_s(ends)
+                if stalled > (self.deadline_s if _started(ends) else max(START_S, self.deadline_s)):
                     return self._stop_all(stalled)
-                self._warn(stalled)
+                self._warn(ends, stalled)
         return None if self._ended_well() else self._stop_all(0.0)
 
     def ends(self) -> list[End]:
         return read_ends(self.run.ranks, self.nursery.codes())
 
-    @property
-    def started(self) -> bool:
-        """Whether any rank has said where it is: before, it imports."""
-        return any(end.status for end in self.ends())
-
     def _ended_well(self) -> bool:
-        return not self.nursery.lost and not any(code for code, _ in self.nursery.ended.values())
+        if self.nursery.lost or any(code for code, _ in self.nursery.ended.values()):
+            return False
+        return find_mismatch(self._read_calls()) is None  # after the last look
 
-    def _failed(self) -> bool:
+    def _failed(self, ends: list[End]) -> bool:
         """Whether a rank said that it failed: leaving a process group on GPUs can take it for ever when others wait."""
-        return any(end.status is not None and end.status.state == "failed" for end in self.ends())
+        return any(end.status is not None and end.status.state == "failed" for end in ends)
+
+    def _calls_differ(self, ends: list[End]) -> bool:
+        """Whether ranks of a group made different calls; tells of slow ranks by the way."""
+        if not self.calls.is_due:
+            return False
+        differ, slow = self.calls.look(self._read_calls(), ends)
+        for rank, ratio, reason in slow:
+            self._alert(rank, f"rank {rank} is slow: others wait for it, {reason} ({ratio:.1f} times theirs)")
+        return differ
+
+    def _read_calls(self) -> dict[int, Calls]:
+        return read_all_calls(self.run.ranks, range(self.nursery.ranks))
 
     def _pass_on(self) -> None:
         all_there = len(self.nursery.pids) == self.nursery.ranks
@@ -361,7 +393,8 @@ class Watch:
             self.nursery.listen(max(0.0, until - time.monotonic()))
         self._take_stacks()
         oom_kills = host.oom_kills() - self.oom_before
-        scene = Scene(self.ends(), self.most_memory, oom_kills, stalled_s, self.nursery.lost)
+        calls = self._read_calls()
+        scene = Scene(self.ends(), self.most_memory, oom_kills, stalled_s, self.nursery.lost, calls=calls)
         self.nursery.send(signal.SIGKILL)
         return scene
 
@@ -370,27 +403,43 @@ class Watch:
             self.nursery.send(signal.SIGUSR1)
             time.sleep(STACK_S)
 
-    def _stalled_s(self) -> float:
-        changes = [end.status.monotonic for end in self.ends() if end.status]
+    def _stalled_s(self, ends: list[End]) -> float:
+        changes = [end.status.monotonic for end in ends if end.status]
         return time.monotonic() - max([self.began, *changes])
 
-    def _warn(self, stalled_s: float) -> None:
-        """Say once a stall, at a quarter of the deadline, which rank holds the others up."""
-        if stalled_s < self.deadline_s / 4 or not self.started:
+    def _warn(self, ends: list[End], stalled_s: float) -> None:
+        """Say once a stall which rank holds the others up: when it is long for these ranks, or a quarter of the deadline."""
+        self.quiet.look(ends, stalled_s, time.monotonic())
+        limit = min(self.quiet.limit_s, self.deadline_s / 4)
+        if stalled_s < limit or not _started(ends) or all(end.finished for end in ends):
             self.warned = 0.0
-        elif not self.warned:
-            self.warned = stalled_s
+        elif stalled_s > 2 * self.warned:
             self._take_stacks()
-            running = [end for end in self.ends() if not end.finished]
-            slow = behind(running or self.ends())
+            ends = self.ends()
+            if any(is_compiling(end.stack) for end in ends):
+                self.warned = stalled_s
+                return
+            self.warned = float("inf")
+            slow, absence = holds_up(ends, self._read_calls())
             text = f"no rank has moved for {stalled_s:.0f} s; rank {slow.rank} is {slow.place}"
-            print(f"{text}; all are stopped after {self.deadline_s:g} s", file=sys.stderr, flush=True)
-            self.run.event("alert", rank=slow.rank, message=text)
+            text += f", at {line}" if (line := line_of(slow.stack)) else ""
+            text += f"; {absence}" if absence else ""
+            self._alert(slow.rank, f"{text}; all are stopped after {self.deadline_s:g} s")
+
+    def _alert(self, rank: int, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+        with suppress(OSError):
+            self.run.event("alert", rank=rank, message=text)
 
     def _remember_memory(self) -> None:
         now = host.memory()
         if now and (self.most_memory is None or now.used_bytes > self.most_memory.used_bytes):
             self.most_memory = now
+
+
+def _started(ends: list[End]) -> bool:
+    """Whether any rank has said where it is: before, it imports."""
+    return any(end.status for end in ends)
 
 
 @contextmanager
@@ -411,7 +460,7 @@ def _requests() -> Generator[Requests, None, None]:
 
 def _clear(folder: Path) -> None:
     """Remove what ranks of an earlier run left, but for their logs, which grow on."""
-    for pattern in ("*.status", "*.error.json", "*.stack", "failure.txt"):
+    for pattern in ("*.status", "*.error.json", "*.stack", "*.calls", "failure.txt"):
         for path in folder.glob(pattern):
             path.unlink()
 
@@ -428,8 +477,9 @@ def _failed(run: Run, scene: Scene, began_at: float, quiet: bool) -> tuple[Outco
     # one that only tells of another rank's end, where no rank left a cause, is of the moment
     raised = error is not None and not error.secondary and not error.type.endswith(DIVERGED)
     full_in = error.phase if error is not None and error.out_of_memory else None
+    final = DIFFERED if culprit.mismatch else ""
     begun = _begun(run, began_at, done)
-    return Outcome("failed", done, text), Failure(culprit.headline, raised, begun, done, full_in)
+    return Outcome("failed", done, text), Failure(culprit.headline, raised, begun, done, full_in, final=final)
 
 
 def _begun(run: Run, began_at: float, done: int) -> int:

@@ -30,6 +30,7 @@ from shoal.parallel.spread import require_layout
 from shoal.plan import Plan, effective
 from shoal.planner.choose import Workload, choose_plan, require_even, with_compile
 from shoal.resilience.faults import drawn, parse_faults, require_possible
+from shoal.resilience.replicas import require_copies
 from shoal.run import Run
 from shoal.train.objective import as_objective
 from shoal.train.resume import require_same_numbers
@@ -61,6 +62,7 @@ def make_ready(
         check(settings.job, plan, cluster)
         asked = drawn(parse_faults(settings.run.faults), plan.world_size, settings.train.steps)
         require_possible(asked, plan.world_size, settings.train.steps)
+        require_copies(settings.run.compare_every, plan)
         if settings.model.family.startswith(HF):
             check_hugging_face(settings, plan)
         elif (

@@ -93,7 +93,8 @@ def run_rank(
             function = find(target)
             with open_world() as world:
                 try:
-                    function(settings, world, status, stop)
+                    with _collectives(settings, world, files.calls):
+                        function(settings, world, status, stop)
                     status.finish(status.read().step)
                 except BaseException as raised:
                     error = _record(raised, status, files, log)  # before closing, which can take its time
@@ -101,6 +102,17 @@ def run_rank(
         except BaseException as raised:
             error = error or _record(raised, status, files, log)
     return error
+
+
+def _collectives(settings: Settings, world: World, path: Path) -> contextlib.AbstractContextManager[None]:
+    """What notes a rank's collectives; nothing, for a rank that is alone or if nobody wants it."""
+    how = settings.run.collectives
+    if how == "off" or world.size == 1:
+        return contextlib.nullcontext()
+    from shoal.observe.calls import CallFile
+    from shoal.resilience.collectives import seen
+
+    return seen(CallFile(path), world, compared=how == "compare")
 
 
 def _status_of(settings: Settings, files: RankFiles, rank: int, size: int) -> RankStatus:
@@ -208,6 +220,9 @@ def _set_threads(settings: Settings, local_size: int) -> None:
 @contextlib.contextmanager
 def _stacks_on_request(path: Path) -> Generator[None, None, None]:
     """On SIGUSR1 write the Python stacks of all threads to `path`, even from inside a call into C++."""
+    signal.signal(
+        signal.SIGUSR1, signal.SIG_IGN
+    )  # afterwards as well: asked while it leaves, a rank must not die of it
     with path.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         try:

@@ -22,8 +22,11 @@ State = Literal["running", "finished", "failed"]
 STATES: tuple[State, ...] = ("running", "finished", "failed")
 SIZE_BYTES = 256
 _SEQUENCE = struct.Struct("<8sQ")  # magic, sequence number
-_BODY = struct.Struct("<iiqBdd32s64s")  # rank, pid, step, state, wall, monotonic, phase, host
+_BODY = struct.Struct(
+    "<iiqBdd32s64sd"
+)  # rank, pid, step, state, wall, monotonic, phase, host, seconds in DATA
 _MAGIC = b"SHOALST1"
+DATA = "data"  # the phase in which a rank waits for its loader
 
 
 class Status(NamedTuple):
@@ -37,6 +40,8 @@ class Status(NamedTuple):
     state: State
     changed: float
     monotonic: float
+    data_s: float = 0.0
+    """seconds in phases `DATA` that have ended"""
 
     def describe(self) -> str:
         """`in step 3, phase eval`."""
@@ -60,11 +65,14 @@ class RankStatus:
         self._host = socket.gethostname().encode()[:64]
         self._sequence = 0
         self._phase, self._step = "start", 0
-        self._memory = mmap.mmap(-1, SIZE_BYTES) if path is None else _mapped(path)
+        self._changed, self._data_s = time.monotonic(), 0.0
+        self._memory = mmap.mmap(-1, SIZE_BYTES) if path is None else mapped(path, SIZE_BYTES)
         self._write("running")
 
     def enter(self, phase: str, step: int) -> None:
         """Say that this rank now is in `phase` (32 bytes are kept) of optimizer step `step`."""
+        if self._phase == DATA:
+            self._data_s += time.monotonic() - self._changed
         self._phase, self._step = phase, step
         self._write("running")
 
@@ -84,7 +92,7 @@ class RankStatus:
         return status
 
     def _write(self, state: State) -> None:
-        memory, sequence = self._memory, self._sequence
+        memory, sequence, self._changed = self._memory, self._sequence, time.monotonic()
         _SEQUENCE.pack_into(memory, 0, _MAGIC, sequence + 1)
         _BODY.pack_into(
             memory,
@@ -94,9 +102,10 @@ class RankStatus:
             self._step,
             STATES.index(state),
             time.time(),
-            time.monotonic(),
+            self._changed,
             self._phase.encode()[:32],
             self._host,
+            self._data_s,
         )
         _SEQUENCE.pack_into(memory, 0, _MAGIC, sequence + 2)
         self._sequence = sequence + 2
@@ -123,12 +132,12 @@ def read_status(path: Path) -> Status | None:
     return _unpack(raw, torn=True)  # its writer was killed inside a write
 
 
-def _mapped(path: Path) -> mmap.mmap:
+def mapped(path: Path, size_bytes: int) -> mmap.mmap:
     """A fresh file of zeros in place of any older one, whose readers keep what they have mapped."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    aside.write_bytes(bytes(SIZE_BYTES))
+    aside.write_bytes(bytes(size_bytes))
     with aside.open("r+b") as file:
-        memory = mmap.mmap(file.fileno(), SIZE_BYTES)
+        memory = mmap.mmap(file.fileno(), size_bytes)
     aside.replace(path)
     return memory
 
@@ -140,8 +149,8 @@ def _unpack(raw: bytes, torn: bool = False) -> Status | None:
     magic, sequence = _SEQUENCE.unpack_from(raw)
     if magic != _MAGIC or (sequence % 2 and not torn):
         return None
-    rank, pid, step, state, wall, monotonic, phase, host = _BODY.unpack_from(raw, _SEQUENCE.size)
-    return Status(rank, pid, _text(host), step, _text(phase), STATES[state % 3], wall, monotonic)
+    rank, pid, step, state, wall, monotonic, phase, host, data_s = _BODY.unpack_from(raw, _SEQUENCE.size)
+    return Status(rank, pid, _text(host), step, _text(phase), STATES[state % 3], wall, monotonic, data_s)
 
 
 def _text(raw: bytes) -> str:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 STRUCK = "faults.struck"
 """the file in `ranks/` that lists faults that have struck, by their place in the setting"""
 FLIP = "flip"  # one bit of a parameter, which nothing but a comparison notices
+EXTRA = "extra"  # a collective that the others do not make
 PARENT = "parent"  # the process that forked the ranks is killed, and they end with it
 LOADER = "loader"  # one of the rank's loader processes is killed, which the rank replaces
 PHASES = ("data", "forward", "reduce", "update", "eval", "save")
@@ -112,6 +113,8 @@ def require_possible(faults: list[Fault], ranks: int, steps: int) -> None:
             raise ValueError(
                 f"run.faults: rank={fault.rank} of a {fault.kind}: this run has ranks 0 to {ranks - 1}"
             )
+        if fault.kind == EXTRA and ranks == 1:
+            raise ValueError("run.faults: a rank that is alone makes no collective; extra needs two ranks")
         if not 0 <= fault.step <= steps:
             raise ValueError(f"run.faults: step={fault.step} of a {fault.kind}: this run has {steps} steps")
 
@@ -211,6 +214,15 @@ def _disk(fault: Fault) -> None:
     raise OSError(28, "a fault of run.faults: no space left on device")
 
 
+def _call_alone(fault: Fault) -> None:
+    import torch
+    import torch.distributed as dist
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(torch.zeros(3, device=device), op=dist.ReduceOp.MAX)
+
+
 def _ask_to_stop(fault: Fault) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -238,7 +250,9 @@ KINDS: dict[str, Callable[[Fault], None]] = {
     "disk": _disk,
     "term": _ask_to_stop,
     LOADER: _kill_a_loader,
+    EXTRA: _call_alone,
 }
 ALL_KINDS = (*KINDS, PARENT, FLIP)
-DRAWN = tuple(kind for kind in ALL_KINDS if kind not in ("hang", "stop", "term", FLIP, LOADER))
-"""those that a seed draws: no waiting for a deadline, no orderly end, and none that not every job can have"""
+DRAWN = tuple(kind for kind in ALL_KINDS if kind not in ("hang", "stop", "term", EXTRA, FLIP, LOADER))
+"""those that a seed draws: no waiting for a deadline, no orderly end, none from which there is no restart, and none that not
+every job can have"""

@@ -21,6 +21,15 @@ class DivergedError(RuntimeError):
     """Copies of a tensor differ between ranks that made the same updates."""
 
 
+def require_copies(every: int, plan: Plan) -> None:
+    """Raises ValueError if copies are to be compared and there is one."""
+    if every and plan.replicate == 1:
+        raise ValueError(
+            f"run.compare_every = {every}, but the plan ({plan.describe()}) has one copy of the state and nothing to compare "
+            "it with; leave it out, or choose plan.replicate above 1"
+        )
+
+
 def require_equal_replicas(state: Mapping[str, Tensor], plan: Plan, world: World, done: int) -> None:
     """Compare this rank's tensors with those of the other replicas. Collective.
 

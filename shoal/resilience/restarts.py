@@ -20,6 +20,8 @@ class Failure(NamedTuple):
     """the phase in which a rank had no memory left, if that was it"""
     remedied: bool = False
     """the next generation will not do what this one failed by"""
+    final: str = ""
+    """why it is no use to go on from what was kept in memory"""
 
 
 class Restarts:
@@ -55,6 +57,8 @@ class Restarts:
             self._furthest, self._in_a_row = failure.done, 0
         if not self._most:
             return "run.restarts = 0"
+        if failure.final:
+            return failure.final
         if failure.remedied:
             self.number += 1
             return None

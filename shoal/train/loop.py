@@ -19,6 +19,7 @@ from shoal.observe.metrics import Metrics, forget_after, memory_bytes, reserved_
 from shoal.observe.report import write_report
 from shoal.observe.status import RankStatus
 from shoal.parallel.apply import synchronise_buffers
+from shoal.resilience.collectives import require_same_calls
 from shoal.resilience.faults import show_state
 from shoal.resilience.handover import hand_over
 from shoal.resilience.replicas import require_equal_replicas
@@ -122,6 +123,8 @@ def train_steps(training: Training, done: int, stop: StopFlag, pauses: Pauses) -
             read()
         if due_copy:
             _copy(training, done)
+        elif _is_due(training.settings.run.compare_every, done, steps):
+            _compare(training, done)
         if stopped:
             break
         if due_eval:
@@ -299,6 +302,12 @@ def _copy(training: Training, done: int) -> None:
     training.snapshots.take(done, _state_to_keep(training, done))
 
 
+def _compare(training: Training, done: int) -> None:
+    """The state of all replicas."""
+    training.status.enter("compare", done)
+    require_equal_replicas(training.state(), training.plan, training.world, done)
+
+
 def _state_to_keep(training: Training, done: int) -> dict[str, Tensor]:
     """The state, of which all replicas have the same."""
     synchronise_buffers(training.model, training.world)
@@ -426,6 +435,7 @@ def _save(training: Training, done: int) -> None:
     training.status.enter("save", done)
     _wait_for_save(training, done)
     began = time.perf_counter()
+    require_same_calls(run, world)
     state, facts = _state_to_keep(training, done), facts_of(training)
     path = save(run.checkpoints, done, state, facts, world, keep=_number_to_keep(training, done))
     if world.is_main:

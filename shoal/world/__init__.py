@@ -102,6 +102,10 @@ class World:
             mesh.get_group(axis).set_timeout(self.deadline)  # else 30 minutes (Gloo), 10 (NCCL)
         return mesh
 
+    def store(self, name: str) -> dist.Store:
+        """Keys of `name` in the store that all ranks share."""
+        return dist.PrefixStore(name, self._meeting.store)
+
     def barrier(self, what: str, problem: str = "", *, deadline_s: float | None = None) -> None:
         """Wait for every rank to come to `what`; a `problem` that any rank brings is raised on all.
 

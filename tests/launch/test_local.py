@@ -130,7 +130,13 @@ def test_a_stuck_rank_is_shown_with_its_stack_and_warned_of_first(
 ) -> None:
     outcome, _, _, shown = failed("stuck", "step")
     assert f"targets.py:{line_of('time.sleep(1000)')} in read_forever" in outcome.report
-    assert "rank 1 is in step 3, phase step; all are stopped after 3 s" in shown
+    where = f"targets.py:{line_of('time.sleep(1000)')} in read_forever"
+    call = "all_reduce(sum) of float32 (1,), call 7 of the group of ranks 0, 1"
+    waits = f"rank 0 waits there, at {targets.__file__}:{line_of('dist.all_reduce')} in loop"
+    (alert,) = (line for line in shown.splitlines() if line.startswith("no rank has moved for"))
+    assert "rank 1 is in step 3, phase step, at " in alert
+    assert f"{where}; rank 1 did not come to {call}; {waits}; all are stopped after 3 s" in alert
+    assert f"  rank 1 did not come to {call}; {waits}\n" in outcome.report
 
 
 def line_of(text: str) -> int:
@@ -160,12 +166,8 @@ def test_rank_0_keeps_the_terminal_and_all_ranks_have_logs(
     assert "hello from rank 1 of 2" not in shown
     for rank in (0, 1):
         assert (tmp_path / "ranks" / f"{rank}.log").read_text() == f"hello from rank {rank} of 2\n"
-    assert sorted(path.name for path in (tmp_path / "ranks").iterdir()) == [
-        "0.log",
-        "0.status",
-        "1.log",
-        "1.status",
-    ]
+    files = [f"{rank}.{kind}" for rank in (0, 1) for kind in ("calls", "log", "status")]
+    assert sorted(path.name for path in (tmp_path / "ranks").iterdir()) == files
 
 
 @pytest.mark.usefixtures("warm_nursery")

@@ -234,3 +234,8 @@ def test_a_layout_of_ones_own_is_checked_before_ranks_start(monkeypatch: pytest.
     monkeypatch.setattr("tests.train.dropout.Net.layout", Layout(), raising=False)
     with pytest.raises(ConfigError, match="names no attention, or no inputs that have a sequence"):
         make_ready(settings("plan.context=2", **own))
+
+
+def test_copies_are_not_compared_where_there_is_one() -> None:
+    with pytest.raises(ConfigError, match=r"run\.compare_every = 5, but the plan .* has one copy"):
+        make_ready(settings("run.compare_every=5", "plan.shard=2", "plan.compile=false"))

@@ -65,6 +65,8 @@ def test_a_seed_draws_the_same_faults_everywhere_and_other_seeds_others() -> Non
 def test_a_rank_or_step_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match=r"rank=2 of a kill: this run has ranks 0 to 1"):
         require_possible([Fault("kill", 2, 0)], ranks=2, steps=5)
+    with pytest.raises(ValueError, match=r"extra needs two ranks"):
+        require_possible([Fault("extra", 0, 0)], ranks=1, steps=5)
     with pytest.raises(ValueError, match=r"step=6 of a kill: this run has 5 steps"):
         require_possible([Fault("kill", 1, 6)], ranks=2, steps=5)
 

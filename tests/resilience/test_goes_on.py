@@ -187,3 +187,22 @@ def test_of_two_copies_that_differ_nobody_is_accused_and_nothing_is_saved(tmp_pa
     assert found.outcome.state == "failed"
     assert "on ranks [0, 1], which made the same updates, differ" in found.outcome.report
     assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.usefixtures("warm_nursery")
+def test_replicas_are_compared_every_few_steps_where_that_is_asked_for(tmp_path: Path) -> None:
+    policy = {"plan": {"replicate": 2}, "checkpoint": {"memory_every": 0}}
+    found = ran(tmp_path, "flip rank=1 step=2", restarts=0, compare_every=2, **policy)
+    assert found.outcome.state == "failed"
+    assert "after step 4 the copies of " in found.outcome.report
+    assert found.outcome.step == 4
+
+
+@pytest.mark.usefixtures("warm_nursery")
+def test_a_collective_too_many_names_its_rank_and_is_not_tried_again(tmp_path: Path) -> None:
+    found = ran(tmp_path, "extra rank=1 step=3 phase=reduce")
+    assert found.outcome.state == "failed"
+    assert found.outcome.report.startswith("rank 1 made another call than others, in call ")
+    assert "rank 1 called all_reduce(max) of float32 (3,)" in found.outcome.report
+    assert found.of("restart") == []
+    assert "ranks made different calls" in found.of("given up", "reason")[0]
