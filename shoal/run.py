@@ -26,9 +26,9 @@ class CheckpointPolicy(Section):
 
     every: int = Field(0, ge=0, description="optimizer steps between checkpoints; 0: only at the end")
     last: bool = Field(True, description="also write one when the run ends")
-    asynchronous: bool = Field(
-        True,
-        description="ranks only copy what they save every so many steps, and do not wait until it is written",
+    asynchronous: bool | None = Field(
+        None,
+        description="ranks only copy what they save every so many steps, and do not wait until it is written; left out: on CPUs",
     )
     keep: int = Field(2, ge=2, description="newest complete checkpoints that are kept")
     memory_every: int = Field(
@@ -64,10 +64,10 @@ class RunPolicy(Section):
     )
     init_method: str = Field("env://", description='"env://", "tcp://host:port" or "file:///path"')
     deadline_s: float = Field(600.0, gt=0, description="longest wait for another rank, seconds")
-    collectives: Literal["note", "compare", "off"] = Field(
-        "note",
+    collectives: Literal["note", "compare", "off"] | None = Field(
+        None,
         description='"note": what each rank calls is kept for reports; "compare": ranks also tell each other before each call, '
-        'for debugging; "off": neither',
+        'for debugging; "off": neither; left out: "note" on CPUs, "off" on GPUs',
     )
     compare_every: int = Field(
         0, ge=0, description="steps between comparisons of replicas; 0: only when state is kept"

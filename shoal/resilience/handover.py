@@ -303,7 +303,11 @@ def hand_over(policy: CheckpointPolicy, run: Run, world: World) -> Generator[Han
     """To whom this rank hands saves over while the block runs; None: ranks write themselves. Collective.
 
     That is the launcher of `shoal train`. Where another one started the ranks, all on this host, it is a thread of rank 0.
+    On GPUs the job has to ask for it: what it costs there has not been measured.
     """
+    if policy.asynchronous is None and world.device.type != "cpu":
+        yield None
+        return
     ways = ways_of(os.environ.get(SAVES))
     with ExitStack() as stack:
         if ways is None and wanted(policy) and world.size == world.local_size:

@@ -112,7 +112,7 @@ def saver(
 
 def wanted(policy: CheckpointPolicy) -> bool:
     """Whether saves are to be handed over, and this system has memory for it."""
-    return policy.asynchronous and policy.every > 0 and sys.platform == "linux"
+    return policy.asynchronous is not False and policy.every > 0 and sys.platform == "linux"
 
 
 class Saver:
