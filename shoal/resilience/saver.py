@@ -40,6 +40,7 @@ BOARD = struct.Struct("<qqq")
 """saves that are done with in this generation of ranks; blocks written; the generation"""
 MOST_THREADS = 16  # that write; a quarter of the cores, since ranks have use for them
 POLL_S = 0.05
+GIVEN_UP = "the save was given up, since nothing was written for too long or the run ends early"
 
 
 class Ways(NamedTuple):
@@ -169,7 +170,8 @@ class Saver:
             self._generation, self._done = self._generation + 1, 0
             self._show()
         if lost:
-            self._say("NOT saved: a save in flight was given up, since it made no progress or a signal came")
+            with suppress(OSError):  # a terminal that is gone
+                self._say(f"NOT saved: {GIVEN_UP}")
 
     def close(self) -> None:
         """Settle and end. What a thread that hangs still has open is left to it."""
@@ -289,7 +291,7 @@ class Saver:
 
 def _require(wanted: bool) -> None:
     if not wanted:
-        raise OSError("it was given up, since nothing was written for too long or a signal came")
+        raise OSError(GIVEN_UP)
 
 
 def ways_of(text: str | None) -> Ways | None:
