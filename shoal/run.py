@@ -64,10 +64,10 @@ class RunPolicy(Section):
     )
     init_method: str = Field("env://", description='"env://", "tcp://host:port" or "file:///path"')
     deadline_s: float = Field(600.0, gt=0, description="longest wait for another rank, seconds")
-    collectives: Literal["note", "compare", "off"] | None = Field(
-        None,
+    collectives: Literal["auto", "note", "compare", "off"] = Field(
+        "auto",
         description='"note": what each rank calls is kept for reports; "compare": ranks also tell each other before each call, '
-        'for debugging; "off": neither; left out: "note" on CPUs, "off" on GPUs',
+        'for debugging; "off": neither; "auto": "note" on CPUs, "off" on GPUs',
     )
     compare_every: int = Field(
         0, ge=0, description="steps between comparisons of replicas; 0: only when state is kept"

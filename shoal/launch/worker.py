@@ -105,11 +105,11 @@ def run_rank(
 
 
 def _collectives(settings: Settings, world: World, path: Path) -> contextlib.AbstractContextManager[None]:
-    """What notes a rank's collectives; nothing, for a rank that is alone or if nobody wants it.
-
-    On GPUs the job has to ask for it: what it costs with NCCL has not been measured.
-    """
-    how = settings.run.collectives or ("note" if world.device.type == "cpu" else "off")
+    """What notes a rank's collectives; nothing, for a rank that is alone or if nobody wants it."""
+    how = settings.run.collectives
+    if how == "auto":
+        # noting takes tens of microseconds of the host, of which a GPU's step may have none to spare
+        how = "note" if world.device.type == "cpu" else "off"
     if how == "off" or world.size == 1:
         return contextlib.nullcontext()
     from shoal.observe.calls import CallFile

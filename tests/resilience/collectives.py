@@ -23,8 +23,8 @@ PAUSE_S = 0.02
 
 def steps(settings: Settings, world: World, status: RankStatus, stop: StopFlag) -> None:
     """`train.steps` steps; the model's option `fault` says what rank 1 does in one of them."""
-    mesh = world.mesh(settings.plan)
-    group = mesh.get_group("shard")
+    assert settings.plan is not None
+    group = world.mesh(settings.plan).get_group("shard")
     fault = settings.model.options.get("fault", "")
     for step in range(settings.train.steps):
         wrong = fault if (world.rank, step) == (WRONG_RANK, WRONG_STEP) else ""

@@ -141,6 +141,7 @@ def test_nothing_is_noted_where_nobody_wants_it(tmp_path: Path) -> None:
 def every_way(world: World) -> list[str]:
     """Collectives in all the ways that there are, and what was noted of them."""
     file, group = CallFile(None), dist.group.WORLD
+    assert group is not None
     x, other = torch.ones(2, 3), 1 - world.rank
     with seen(file, world, compared=True):
         dist.all_reduce(x, op=dist.ReduceOp.MIN)
@@ -156,7 +157,8 @@ def every_way(world: World) -> list[str]:
             work.wait()
         copied = DistributedDataParallel(torch.nn.Linear(3, 2, bias=False))
         copied(x).sum().backward()
-        sharded = fully_shard(torch.nn.Linear(3, 2, bias=False))
+        sharded = torch.nn.Linear(3, 2, bias=False)
+        fully_shard(sharded)
         sharded(x).sum().backward()
         dist.barrier()
     dist.all_reduce(x)  # no longer noted
