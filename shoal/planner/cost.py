@@ -55,6 +55,8 @@ class Costs:
         self.own = device.kind == profile.device
         self._shipped = shipped
         self._products: dict[tuple[Any, ...], float] = {}
+        self._nodes: dict[int, tuple[tuple[int, ...], int]] = {}
+        """by a tuple of ranks (its id, and itself, which keeps the id its own): the nodes that they are on"""
         self._faster = _ratio(device.flops, measured.flops)
         self._wider = _ratio(device.bandwidth_bytes_s, measured.bandwidth_bytes_s)
         self._linked = _ratio(device.link_bytes_s, measured.link_bytes_s)
@@ -169,8 +171,7 @@ class Costs:
         kind = "send" if kind == "receive" else kind
         if len(ranks) < 2:
             return 0.0
-        nodes = len({rank // self._cluster.devices_per_node for rank in ranks})
-        count = len(ranks)
+        nodes, count = self._nodes_of(ranks), len(ranks)
         if nodes > 1:
             return self._between_nodes(kind, nbytes, count, nodes)
         return self._inside(kind, nbytes, count)
@@ -182,8 +183,14 @@ class Costs:
 
     def between_nodes(self, ranks: tuple[int, ...]) -> bool:
         """Whether ranks are on several nodes."""
-        per_node = self._cluster.devices_per_node
-        return len({rank // per_node for rank in ranks}) > 1
+        return self._nodes_of(ranks) > 1
+
+    def _nodes_of(self, ranks: tuple[int, ...]) -> int:
+        found = self._nodes.get(id(ranks))
+        if found is None:
+            found = ranks, len({rank // self._cluster.devices_per_node for rank in ranks})
+            self._nodes[id(ranks)] = found
+        return found[1]
 
     def _inside(self, kind: str, nbytes: float, count: int) -> float:
         curve = self._curve(kind, count)
