@@ -118,7 +118,7 @@ def search(
             f"no plan deals out train.global_batch = {settings.train.global_batch} to {cluster.num_devices} devices; use a "
             "multiple of them"
         )
-    fitting = [each for each in guesses if _states_fit(each, cluster)]
+    fitting = [each for each in guesses if states_fit(each, cluster)]
     looking = _Looking(in_order(fitting, cluster.device.memory_bytes), most)
     with predictor(settings, expandable=expandable, profile=profile) as ask:
         while wanted := looking.next_few():
@@ -212,7 +212,8 @@ def _distinct(plans: Iterator[Plan]) -> list[Plan]:
     return list({repr(plan.model_dump()): plan for plan in plans}.values())
 
 
-def _states_fit(each: Guess, cluster: Cluster) -> bool:
+def states_fit(each: Guess, cluster: Cluster) -> bool:
+    """Whether parameters, gradients and optimizer alone fit a device."""
     memory = cluster.device.memory_bytes
     return memory is None or each.state_bytes + CONTEXT_BYTES <= memory
 
