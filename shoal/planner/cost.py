@@ -55,8 +55,7 @@ class Costs:
         self.own = device.kind == profile.device
         self._shipped = shipped
         self._products: dict[tuple[Any, ...], float] = {}
-        self._nodes: dict[int, tuple[tuple[int, ...], int]] = {}
-        """by a tuple of ranks (its id, and itself, which keeps the id its own): the nodes that they are on"""
+        self._nodes: dict[tuple[int, ...], int] = {}
         self._faster = _ratio(device.flops, measured.flops)
         self._wider = _ratio(device.bandwidth_bytes_s, measured.bandwidth_bytes_s)
         self._linked = _ratio(device.link_bytes_s, measured.link_bytes_s)
@@ -186,11 +185,9 @@ class Costs:
         return self._nodes_of(ranks) > 1
 
     def _nodes_of(self, ranks: tuple[int, ...]) -> int:
-        found = self._nodes.get(id(ranks))
-        if found is None:
-            found = ranks, len({rank // self._cluster.devices_per_node for rank in ranks})
-            self._nodes[id(ranks)] = found
-        return found[1]
+        if ranks not in self._nodes:  # thousands of ranks, many times
+            self._nodes[ranks] = len({rank // self._cluster.devices_per_node for rank in ranks})
+        return self._nodes[ranks]
 
     def _inside(self, kind: str, nbytes: float, count: int) -> float:
         curve = self._curve(kind, count)

@@ -119,7 +119,7 @@ def search(
             "multiple of them"
         )
     fitting = [each for each in guesses if states_fit(each, cluster)]
-    looking = _Looking(in_order(fitting, cluster.device.memory_bytes), most)
+    looking = _Looking(in_order(fitting, cluster.device.memory_bytes), most, cluster.device.memory_bytes)
     with predictor(settings, expandable=expandable, profile=profile) as ask:
         while wanted := looking.next_few():
             for index, result in ask([(each.plan, cluster) for each in wanted]):
@@ -143,8 +143,8 @@ class _Looking:
     pipeline are simulated one by one, and whole: they come last.
     """
 
-    def __init__(self, order: Sequence[Guess], most: int) -> None:
-        self._left, self._most = list(order), most
+    def __init__(self, order: Sequence[Guess], most: int, memory_bytes: int | None) -> None:
+        self._left, self._most, self._memory = list(order), most, memory_bytes
         self.ranked: list[Prediction] = []
         self.rejected: list[Rejected] = []
         self._off: dict[str, float] = {}
@@ -159,7 +159,8 @@ class _Looking:
         """The plans to simulate next; none when the search is done."""
         first: list[Guess] = []
         for each in self._left:
-            if each.plan.pipeline == 1 and each.kind not in self._kinds | {one.kind for one in first}:
+            known = self._kinds | {one.kind for one in first}
+            if each.plan.pipeline == 1 and each.kind not in known and not _unlikely(each, self._memory):
                 first.append(each)
         light = [each for each in self._left if each.plan.pipeline == 1 and self._may_win(each)]
         heavy = [each for each in self._left if each.plan.pipeline > 1 and self._may_win(each)]
@@ -186,9 +187,12 @@ class _Looking:
             self.ranked.append(result)
 
     def _at_best(self, each: Guess) -> float:
-        """Seconds of a step: the guess, as far off as those of its kind, or as any other, were."""
+        """Seconds of a step: the guess, as far off as those of its kind, or as any other, were.
+
+        Of a pipeline that is the least already: its guess has no messages.
+        """
         off = self._off.get(each.kind, min(self._off.values(), default=1.0))
-        return each.step_s * off * (1 - UNSURE)
+        return each.step_s * off * (1.0 if each.plan.pipeline > 1 else 1 - UNSURE)
 
     def _may_win(self, each: Guess) -> bool:
         best = min((one.timing.seconds for one in self.ranked), default=math.inf)
@@ -218,12 +222,15 @@ def states_fit(each: Guess, cluster: Cluster) -> bool:
     return memory is None or each.state_bytes + CONTEXT_BYTES <= memory
 
 
+def _unlikely(each: Guess, memory_bytes: int | None) -> bool:
+    return memory_bytes is not None and each.memory_bytes > LIKELY * memory_bytes
+
+
 def in_order(guesses: Sequence[Guess], memory_bytes: int | None) -> list[Guess]:
     """The best of each kind, then all others, each by time; plans that hardly fit last."""
 
     def rank(each: Guess) -> tuple[bool, float]:
-        unlikely = memory_bytes is not None and each.memory_bytes > LIKELY * memory_bytes
-        return unlikely, each.step_s
+        return _unlikely(each, memory_bytes), each.step_s
 
     best: dict[str, Guess] = {}
     ordered = sorted(guesses, key=rank)
