@@ -40,8 +40,16 @@ def plan(
         False, "--search", help="Simulate plans of every kind, and rank those that fit."
     ),
     most: int = typer.Option(24, min=1, help="Simulations of a search, at most."),
+    smallest: bool = typer.Option(
+        False,
+        "--smallest",
+        help="Find the smallest part of the cluster on which the job fits, and search there.",
+    ),
+    largest: str = typer.Option(
+        None, help="micro_batch, seq_len or layers: the largest that fits under the plan, the rest as it is."
+    ),
     price: float = typer.Option(
-        None, min=0.0, help="Of one device for an hour: a search says what the job's steps cost."
+        None, min=0.0, help="Of one device for an hour: what the job's steps cost is told, too."
     ),
     profile: Path = typer.Option(
         None, help="Of the devices, as `shoal bench device` wrote it; left out: one that comes with shoal."
@@ -64,8 +72,6 @@ def plan(
     from shoal.config import load
     from shoal.planner.memory import Fit
     from shoal.planner.profile import read_profile
-    from shoal.planner.show import as_json as to_json
-    from shoal.planner.show import show
 
     settings = load(job, overrides or [])
     if html is not None and (why := _unwritable(html)):
@@ -74,13 +80,18 @@ def plan(
         ask = Ask(expandable, read_profile(profile) if profile is not None else None)
     except ValueError as error:
         raise fail(str(error)) from error
-    if search:
-        fits = _search(settings, _cluster(settings, on), ask, most, price, as_json=as_json)
+    if smallest or largest is not None:
+        _refuse_together(settings, smallest=smallest, largest=largest, search=search, html=html)
+    if smallest or search:
+        cluster = _smallest(settings, _cluster(settings, on), ask) if smallest else _cluster(settings, on)
+        fits = _search(settings, cluster, ask, most, price, as_json=as_json)
         raise typer.Exit(0 if fits else 1)
+    if largest is not None:
+        raise typer.Exit(0 if _largest(settings, on, ask, largest, price, as_json=as_json) else 1)
     with stdout_on_stderr(active=as_json):
         cluster, prediction = _predicted(settings, on, ask, must=html is None)
     if prediction is not None:
-        typer.echo(json.dumps(to_json(prediction))) if as_json else show(prediction)
+        _tell(prediction, settings, price, as_json=as_json)
     if html is not None:
         with stdout_on_stderr(active=as_json):
             _write_page(html, settings, cluster, prediction, expandable)
@@ -110,6 +121,98 @@ def _search(
     else:
         show_search(found, settings, price)
     return bool(found.ranked)
+
+
+def _tell(prediction: Prediction, settings: Settings, price: float | None, *, as_json: bool) -> None:
+    from shoal.planner.show import as_json as to_json
+    from shoal.planner.show import cost_of, show
+
+    costs = None if price is None else cost_of(prediction, settings, price)
+    if as_json:
+        typer.echo(json.dumps(to_json(prediction) | ({} if costs is None else {"run_costs": costs})))
+        return
+    show(prediction)
+    if costs is not None:
+        typer.echo(f"cost     {costs:,.2f} for {settings.train.steps} steps")
+
+
+def _refuse_together(
+    settings: Settings, *, smallest: bool, largest: str | None, search: bool, html: Path | None
+) -> None:
+    """Questions that are not one."""
+    from shoal.cli.show import fail
+    from shoal.planner.questions import SIZES
+
+    if largest is not None and largest not in SIZES:
+        raise fail(f"--largest {largest!r} is not one of {', '.join(SIZES)}")
+    if largest is not None and (smallest or search):
+        raise fail(
+            "--largest asks about one plan, which --smallest and --search do not have; ask one at a time"
+        )
+    if html is not None:
+        raise fail("--html shows one cluster and no other sizes; leave out --smallest or --largest")
+    if smallest and settings.plan is not None and settings.plan.says_degrees:
+        raise fail(
+            "--smallest chooses the degrees; leave them out of the plan (keys such as plan.recompute stay)"
+        )
+
+
+def _smallest(settings: Settings, within: Cluster, ask: Ask) -> Cluster:
+    from shoal.cli.show import fail, stdout_on_stderr
+    from shoal.planner.questions import smallest
+    from shoal.planner.search import measure_base
+
+    try:
+        with stdout_on_stderr(active=True):
+            base = measure_base(settings, within, ask.profile)
+            found = smallest(
+                settings, within, base, expandable=ask.expandable, profile=ask.profile, tell=_on_stderr
+            )
+    except ValueError as error:
+        raise fail(str(error)) from error
+    if found is None:
+        raise fail(f"no plan that was simulated fits any part of {within.describe()}", code=1)
+    typer.echo(f"smallest {found.describe()}", err=True)
+    return found
+
+
+def _largest(
+    settings: Settings, on: str | None, ask: Ask, size: str, price: float | None, *, as_json: bool
+) -> bool:
+    """Whether any value fits."""
+    from typing import cast
+
+    from shoal.cli.show import fail, stdout_on_stderr
+    from shoal.launch.ready import complete_plan
+    from shoal.planner.questions import Size, largest
+    from shoal.planner.show import as_json as to_json
+
+    cluster = _cluster(settings, on)
+    try:
+        plan = complete_plan(settings, cluster)
+        with stdout_on_stderr(active=True):
+            found = largest(
+                settings, plan, cluster, cast(Size, size),
+                expandable=ask.expandable, profile=ask.profile, tell=_on_stderr,
+            )  # fmt: skip
+    except ValueError as error:
+        raise fail(str(error)) from error
+    if as_json:
+        at = to_json(found.prediction) if found.prediction is not None else None
+        typer.echo(
+            json.dumps({"size": size, "value": found.value, "too_large": found.too_large, "prediction": at})
+        )
+    elif found.prediction is None:
+        typer.echo(f"largest  none: {size} {found.too_large} does not fit")
+    else:
+        _tell(found.prediction, settings, price, as_json=False)
+        beyond = "" if found.too_large is None else f"; {found.too_large} does not fit"
+        typer.echo(f"largest  {size} {found.value}{beyond}")
+    return found.value is not None
+
+
+def _on_stderr(line: str) -> None:
+    typer.echo(f"         {line}", err=True)
 
 
 def _cluster(settings: Settings, on: str | None) -> Cluster:

@@ -23,7 +23,9 @@ def train(
 
     settings = load(job, overrides or [])
     with data_progress(shown=not as_json) as progress:
-        settings = make_ready(settings, progress=progress)
+        settings = make_ready(
+            settings, progress=progress, searched=lambda line: typer.echo(f"shoal: {line}", err=True)
+        )
     assert settings.plan is not None
     try:
         with stdout_on_stderr(active=as_json):

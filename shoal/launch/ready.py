@@ -28,6 +28,7 @@ from shoal.models.presets import LlamaDims, num_parameters, resolve
 from shoal.parallel.initialise import build_on_meta
 from shoal.parallel.spread import require_layout
 from shoal.plan import Plan, effective
+from shoal.planner.auto import searched_plan, worth_searching
 from shoal.planner.choose import Workload, choose_plan, require_even, with_compile
 from shoal.resilience.faults import drawn, parse_faults, require_possible
 from shoal.resilience.replicas import require_copies
@@ -41,13 +42,18 @@ DataProgress = Callable[[str, int, int | None], None]
 
 
 def make_ready(
-    settings: Settings, *, ranks: int | None = None, progress: DataProgress | None = None
+    settings: Settings,
+    *,
+    ranks: int | None = None,
+    progress: DataProgress | None = None,
+    searched: Callable[[str], None] | None = None,
 ) -> Settings:
     """Settings in which nothing is left to be chosen: plan and data folder are set, and fit.
 
     Args:
         ranks: how many ranks there are, when something else starts them; left out: as many as the cluster
-        has devices. progress: told (stage, done, total) while data is prepared.
+        has devices. progress: told (stage, done, total) while data is prepared. searched: a plan that is left open may be
+        searched for, where that is worth it, and this is told what came of it; left out: rules choose it.
 
     Raises:
         ConfigError: something does not fit; the message says what would.
@@ -58,7 +64,7 @@ def make_ready(
         with _own_errors():
             check_objects(settings, cluster)
         settings = with_data(settings, progress)
-        plan = complete_plan(settings, cluster)
+        plan = _searched(settings, cluster, searched) or complete_plan(settings, cluster)
         check(settings.job, plan, cluster)
         asked = drawn(parse_faults(settings.run.faults), plan.world_size, settings.train.steps)
         require_possible(asked, plan.world_size, settings.train.steps)
@@ -76,6 +82,19 @@ def make_ready(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return settings.with_plan(plan)
+
+
+def _searched(settings: Settings, cluster: Cluster, tell: Callable[[str], None] | None) -> Plan | None:
+    if tell is None or not worth_searching(settings, cluster):
+        return None
+    tell("no plan is said: simulating some for this machine, to take the fastest")
+    found = searched_plan(settings, cluster)
+    if found.plan is None:
+        tell(f"the plan is chosen by rules (docs/plan.md), since none was found by simulation: {found.why}")
+        return None
+    plan = with_compile(found.plan, workload(settings), cluster)
+    tell(f"plan: {plan.describe()}, {found.why}")
+    return plan
 
 
 def check_early(settings: Settings, cluster: Cluster) -> None:

@@ -55,6 +55,7 @@ class Costs:
         self.own = device.kind == profile.device
         self._shipped = shipped
         self._products: dict[tuple[Any, ...], float] = {}
+        self._nodes: dict[tuple[int, ...], int] = {}
         self._faster = _ratio(device.flops, measured.flops)
         self._wider = _ratio(device.bandwidth_bytes_s, measured.bandwidth_bytes_s)
         self._linked = _ratio(device.link_bytes_s, measured.link_bytes_s)
@@ -169,8 +170,7 @@ class Costs:
         kind = "send" if kind == "receive" else kind
         if len(ranks) < 2:
             return 0.0
-        nodes = len({rank // self._cluster.devices_per_node for rank in ranks})
-        count = len(ranks)
+        nodes, count = self._nodes_of(ranks), len(ranks)
         if nodes > 1:
             return self._between_nodes(kind, nbytes, count, nodes)
         return self._inside(kind, nbytes, count)
@@ -182,8 +182,12 @@ class Costs:
 
     def between_nodes(self, ranks: tuple[int, ...]) -> bool:
         """Whether ranks are on several nodes."""
-        per_node = self._cluster.devices_per_node
-        return len({rank // per_node for rank in ranks}) > 1
+        return self._nodes_of(ranks) > 1
+
+    def _nodes_of(self, ranks: tuple[int, ...]) -> int:
+        if ranks not in self._nodes:  # thousands of ranks, many times
+            self._nodes[ranks] = len({rank // self._cluster.devices_per_node for rank in ranks})
+        return self._nodes[ranks]
 
     def _inside(self, kind: str, nbytes: float, count: int) -> float:
         curve = self._curve(kind, count)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
 import torch.distributed.pipelining.schedules as schedules
 import torch.distributed.pipelining.stage as stages
 import torch.distributed.tensor._sharding_prop as sharding_prop
@@ -64,7 +63,7 @@ def fake_device(device: FakeDevice) -> Iterator[Streams]:
     with ExitStack() as undo:
         # device threads of autograd are counted at its first backward, when there may have been no device
         undo.enter_context(torch.autograd.set_multithreading_enabled(False))
-        for change in (_data, _modules, _meshes, _sharding, _chunks, _pipelining):
+        for change in (_data, _modules, _meshes, _sharding, _pipelining):
             change(undo)
         if device.type == "cuda":
             _require_no_gpu()
@@ -292,28 +291,6 @@ def _sharding(undo: ExitStack) -> None:
     It gets a mode of its own, as it has where nothing is simulated.
     """
     replace(undo, sharding_prop, "detect_fake_mode", lambda *_: None)
-
-
-class _Chunks(Sequence[Tensor]):
-    """What `torch.chunk` gives, and empty tensors up to `count`, each made when it is asked for."""
-
-    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
-        self._tensor, self._count, self._dim = tensor, count, dim
-        self._size = -(-tensor.size(dim) // count)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        whole = self._tensor.size(self._dim)
-        first = min(index * self._size, whole)
-        length = min(self._size, whole - first)
-        return self._tensor.narrow(self._dim, first, length) if length else self._tensor.new_empty(0)
-
-
-def _chunks(undo: ExitStack) -> None:
-    """`fully_shard` makes all ranks' parts of each parameter to keep one: a minute for an 8B model over 1,024 ranks."""
-    replace(undo, fsdp_param, "_chunk_with_empty", _Chunks)
 
 
 def _attention(undo: ExitStack, capability: tuple[int, int]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
 
 from shoal.cluster import Cluster
 from shoal.config import Settings
@@ -17,27 +18,43 @@ FEW = 4  # simulations that take less time than a second process takes to import
 MOST_PROCESSES = 8  # a simulation of 8B parameters takes about 1 GiB of host memory and one core
 
 
+Wanted = Sequence[tuple[Plan, Cluster]]
+Predictor = Callable[[Wanted], Iterator[tuple[int, Prediction | str]]]
+
+
 def predict_all(
-    wanted: Sequence[tuple[Plan, Cluster]],
-    settings: Settings,
-    *,
-    expandable: bool = False,
-    profile: Profile | None = None,
+    wanted: Wanted, settings: Settings, *, expandable: bool = False, profile: Profile | None = None
 ) -> Iterator[tuple[int, Prediction | str]]:
     """Predictions by their index, or the reasons why there are none, as they are made."""
+    with predictor(settings, expandable=expandable, profile=profile) as ask:
+        yield from ask(wanted)
+
+
+@contextmanager
+def predictor(
+    settings: Settings, *, expandable: bool = False, profile: Profile | None = None
+) -> Iterator[Predictor]:
+    """Gives what predicts plans as `predict_all`, any number of times by the same processes."""
     processes = min(MOST_PROCESSES, os.cpu_count() or 1)
-    if len(wanted) <= FEW or processes == 1:
-        for index, (plan, cluster) in enumerate(wanted):
-            yield index, predict_or_say(settings, plan, cluster, expandable, profile)
-        return
-    # spawned: a process with torch's threads cannot be forked
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        futures = {
-            pool.submit(predict_or_say, settings, plan, cluster, expandable, profile): index
-            for index, (plan, cluster) in enumerate(wanted)
-        }
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+    with ExitStack() as stack:
+        pools: list[ProcessPoolExecutor] = []
+
+        def ask(wanted: Wanted) -> Iterator[tuple[int, Prediction | str]]:
+            if not pools and (len(wanted) <= FEW or processes == 1):
+                for index, (plan, cluster) in enumerate(wanted):
+                    yield index, predict_or_say(settings, plan, cluster, expandable, profile)
+                return
+            if not pools:  # spawned: a process with torch's threads cannot be forked
+                pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+                pools.append(stack.enter_context(pool))
+            futures = {
+                pools[0].submit(predict_or_say, settings, plan, cluster, expandable, profile): index
+                for index, (plan, cluster) in enumerate(wanted)
+            }
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+
+        yield ask
 
 
 def predict_or_say(

@@ -10,9 +10,10 @@ from shoal.cluster import Cluster
 from shoal.config import Settings
 from shoal.plan import Plan
 from shoal.planner.cost import costs_of
-from shoal.planner.extend import simulate_extended
+from shoal.planner.extend import shallowest, simulate_extended
 from shoal.planner.memory import Fit, Memory, Verdict, judge, memory_of
 from shoal.planner.profile import Profile
+from shoal.planner.simulate import boundary_of
 from shoal.planner.timing import Timing, time_of
 from shoal.planner.work import rates_without_data, work_of
 
@@ -70,7 +71,12 @@ def predict(
     check(settings.job, plan, cluster)
     work = work_of(settings)
     each = plan.world_size // plan.pipeline  # the pipeline is the slowest axis
-    traces = {rank: simulate_extended(work, plan, cluster, rank) for rank in range(0, plan.world_size, each)}
+    # what goes between stages is alike on all ranks of the pipeline
+    boundary = boundary_of(shallowest(work), plan, cluster, 0) if plan.pipeline > 1 else None
+    traces = {
+        rank: simulate_extended(work, plan, cluster, rank, boundary=boundary)
+        for rank in range(0, plan.world_size, each)
+    }
     ranks = []
     for rank, trace in traces.items():
         memory = memory_of(trace, plan, cluster.device.type, expandable=expandable)

@@ -1,7 +1,8 @@
 """`search`: the fastest plan of a job on a cluster that fits, by simulating those that may be it.
 
 All sensible plans are enumerated. Those whose parameters, gradients and optimizer alone do not fit are out. The rest is ordered
-by a guess, and simulated from the top, the best of each kind first, so that there is an answer to "why not copies, or tensor?".
+by a guess, and simulated from the top, the best of each kind first, so that there is an answer to "why not copies, or tensor?",
+until what is left is slower than the best by more than guesses are off.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from shoal.cluster import Cluster
+from shoal.cluster import GIB, Cluster
 from shoal.config import Settings
 from shoal.parallel.initialise import build_on_meta
 from shoal.parallel.units import find_units
@@ -20,7 +21,7 @@ from shoal.planner.candidates import Base, Guess, candidates, guess
 from shoal.planner.cost import costs_of
 from shoal.planner.extend import simulate_extended
 from shoal.planner.memory import CONTEXT_BYTES, Category, Fit, most_of
-from shoal.planner.pool import predict_all
+from shoal.planner.pool import predictor
 from shoal.planner.predict import Prediction
 from shoal.planner.profile import Profile
 from shoal.planner.replay import Part, replay
@@ -28,6 +29,8 @@ from shoal.planner.simulate import boundary_of
 from shoal.planner.work import work_of
 
 MOST = 24  # simulations of a search
+AT_ONCE = 4  # simulations, before it is asked again which may still be the best
+UNSURE = 0.08  # of a guess, beside what those of its kind were off
 LIKELY = 1.15  # of a device's memory, by a guess: above, a plan is not simulated while others are left
 Told = Callable[[str, int, int], None]
 
@@ -75,6 +78,8 @@ class Found(NamedTuple):
     """plans that fit, the fastest first; tight ones among them"""
     rejected: list[Rejected]
     """plans that were simulated and do not fit, or cannot run"""
+    passed_over: list[Rejected]
+    """plans that were not simulated, as slower by a guess or beyond the most; the best of each kind first"""
     considered: int
     """plans that the job's sizes allow"""
     too_large: int
@@ -113,41 +118,119 @@ def search(
             f"no plan deals out train.global_batch = {settings.train.global_batch} to {cluster.num_devices} devices; use a "
             "multiple of them"
         )
-    fitting = [each for each in guesses if _states_fit(each, cluster)]
-    order = in_order(fitting, cluster.device.memory_bytes)[:most]
-    ranked: list[Prediction] = []
-    rejected: list[Rejected] = []
-    plans = [(each.plan, cluster) for each in order]
-    results = predict_all(plans, settings, expandable=expandable, profile=profile)
-    for number, (index, result) in enumerate(results):
-        plan = plans[index][0]
+    fitting = [each for each in guesses if states_fit(each, cluster)]
+    looking = _Looking(in_order(fitting, cluster.device.memory_bytes), most, cluster.device.memory_bytes)
+    with predictor(settings, expandable=expandable, profile=profile) as ask:
+        while wanted := looking.next_few():
+            for index, result in ask([(each.plan, cluster) for each in wanted]):
+                looking.seen(wanted[index], result)
+                tell(wanted[index].plan.describe(), looking.simulated, min(most, len(fitting)))
+    ranked = sorted(looking.ranked, key=lambda each: each.timing.seconds)
+    return Found(
+        ranked,
+        looking.rejected,
+        looking.passed_over(),
+        len(guesses),
+        len(guesses) - len(fitting),
+        time.perf_counter() - began,
+    )
+
+
+class _Looking:
+    """Plans in the order in which they are simulated, as long as one may be faster than the best that was found.
+
+    The best of each kind comes first. How far guesses are from simulations is learned on the way, for each kind. Stages of a
+    pipeline are simulated one by one, and whole: they come last.
+    """
+
+    def __init__(self, order: Sequence[Guess], most: int, memory_bytes: int | None) -> None:
+        self._left, self._most, self._memory = list(order), most, memory_bytes
+        self.ranked: list[Prediction] = []
+        self.rejected: list[Rejected] = []
+        self._off: dict[str, float] = {}
+        """by kind, the least that a simulation took of what was guessed"""
+        self._kinds: set[str] = set()
+
+    @property
+    def simulated(self) -> int:
+        return len(self.ranked) + len(self.rejected)
+
+    def next_few(self) -> list[Guess]:
+        """The plans to simulate next; none when the search is done."""
+        first: list[Guess] = []
+        for each in self._left:
+            known = self._kinds | {one.kind for one in first}
+            if each.plan.pipeline == 1 and each.kind not in known and not _unlikely(each, self._memory):
+                first.append(each)
+        light = [each for each in self._left if each.plan.pipeline == 1 and self._may_win(each)]
+        heavy = [each for each in self._left if each.plan.pipeline > 1 and self._may_win(each)]
+        few = (first if not self._kinds else light[:AT_ONCE] or heavy[:AT_ONCE])[
+            : self._most - self.simulated
+        ]
+        few = few or ([] if self._kinds else heavy[: min(AT_ONCE, self._most)])
+        for each in few:
+            self._left.remove(each)
+        return few
+
+    def seen(self, guessed: Guess, result: Prediction | str) -> None:
+        """A plan was simulated."""
+        self._kinds.add(guessed.kind)
         if isinstance(result, str):
-            rejected.append(Rejected(plan, result))
-        elif result.fit is Fit.NOT:
+            self.rejected.append(Rejected(guessed.plan, result))
+            return
+        off = result.timing.seconds / guessed.step_s
+        self._off[guessed.kind] = min(off, self._off.get(guessed.kind, off))
+        if result.fit is Fit.NOT:
             margin = result.worst.verdict.margin_bytes or 0
-            rejected.append(Rejected(plan, f"does not fit by {-margin / 2**30:.1f} GiB"))
+            self.rejected.append(Rejected(guessed.plan, f"does not fit by {-margin / GIB:.1f} GiB"))
         else:
-            ranked.append(result)
-        tell(plan.describe(), number + 1, len(order))
-    ranked.sort(key=lambda each: each.timing.seconds)
-    return Found(ranked, rejected, len(guesses), len(guesses) - len(fitting), time.perf_counter() - began)
+            self.ranked.append(result)
+
+    def _at_best(self, each: Guess) -> float:
+        """Seconds of a step: the guess, as far off as those of its kind, or as any other, were.
+
+        Of a pipeline that is the least already: its guess has no messages.
+        """
+        off = self._off.get(each.kind, min(self._off.values(), default=1.0))
+        return each.step_s * off * (1.0 if each.plan.pipeline > 1 else 1 - UNSURE)
+
+    def _may_win(self, each: Guess) -> bool:
+        best = min((one.timing.seconds for one in self.ranked), default=math.inf)
+        return self._at_best(each) < best
+
+    def passed_over(self) -> list[Rejected]:
+        """Plans that were not simulated, the best of each kind first, with what they may take."""
+        told = sorted(self._left, key=self._at_best)
+        seen: dict[str, Guess] = {}
+        for each in told:
+            seen.setdefault(each.kind, each)
+        first = list(seen.values())
+        rest = [each for each in told if each is not seen[each.kind]]
+        return [
+            Rejected(each.plan, f"not simulated; by a guess {1e3 * self._at_best(each):,.0f} ms at best")
+            for each in (*first, *rest)
+        ]
 
 
 def _distinct(plans: Iterator[Plan]) -> list[Plan]:
     return list({repr(plan.model_dump()): plan for plan in plans}.values())
 
 
-def _states_fit(each: Guess, cluster: Cluster) -> bool:
+def states_fit(each: Guess, cluster: Cluster) -> bool:
+    """Whether parameters, gradients and optimizer alone fit a device."""
     memory = cluster.device.memory_bytes
     return memory is None or each.state_bytes + CONTEXT_BYTES <= memory
+
+
+def _unlikely(each: Guess, memory_bytes: int | None) -> bool:
+    return memory_bytes is not None and each.memory_bytes > LIKELY * memory_bytes
 
 
 def in_order(guesses: Sequence[Guess], memory_bytes: int | None) -> list[Guess]:
     """The best of each kind, then all others, each by time; plans that hardly fit last."""
 
     def rank(each: Guess) -> tuple[bool, float]:
-        unlikely = memory_bytes is not None and each.memory_bytes > LIKELY * memory_bytes
-        return unlikely, each.step_s
+        return _unlikely(each, memory_bytes), each.step_s
 
     best: dict[str, Guess] = {}
     ordered = sorted(guesses, key=rank)

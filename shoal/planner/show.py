@@ -17,6 +17,7 @@ from shoal.planner.strategies import words_of
 from shoal.planner.timing import Timing
 
 SHOWN = 8  # plans of a search
+PASSED = 4  # of those that were not simulated
 HOUR_S = 3600.0
 
 
@@ -132,6 +133,8 @@ def show_search(found: Found, settings: Settings, price: float | None) -> None:
     console.print(table)
     for rejected in found.rejected[:SHOWN]:
         console.print(f"not {rejected.plan.describe()}: {rejected.why}", markup=False)
+    for passed in found.passed_over[:PASSED]:
+        console.print(f"nor {passed.plan.describe()}: {passed.why}", markup=False)
     console.print(
         f"{found.considered} plans fit the job's sizes; the states of {found.too_large} do not fit a device; "
         f"{found.simulated} were simulated, in {found.seconds:.0f} s",
@@ -181,6 +184,7 @@ def search_as_json(found: Found, settings: Settings, price: float | None) -> dic
     return {
         "plans": plans,
         "rejected": [{"plan": each.plan.model_dump(), "why": each.why} for each in found.rejected],
+        "passed_over": [{"plan": each.plan.model_dump(), "why": each.why} for each in found.passed_over],
         "considered": found.considered,
         "too_large": found.too_large,
         "seconds": round(found.seconds, 3),

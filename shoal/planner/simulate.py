@@ -33,6 +33,7 @@ from shoal.plan import Plan
 from shoal.planner.buckets import SimulatedCopies
 from shoal.planner.compiled import simulate_compile
 from shoal.planner.fake_device import FakeDevice, fake_device, outside, replace
+from shoal.planner.pieces import simulate_pieces
 from shoal.planner.stages import Boundary, shapes_between_stages
 from shoal.planner.tape import SimulatedMode, Tape
 from shoal.planner.trace import Trace
@@ -86,6 +87,7 @@ def simulated_world(
     with ExitStack() as undo:
         streams = undo.enter_context(fake_device(fake))
         replace(undo, replicate, "DistributedDataParallel", SimulatedCopies)
+        simulate_pieces(undo)
         if boundary is not None:
             shapes_between_stages(undo, boundary)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -144,13 +146,25 @@ class Work(NamedTuple):
     """a rank's part of a global batch, from the plan, the rank and the step; tensors are made in the simulated world"""
 
 
-def simulate(work: Work, plan: Plan, cluster: Cluster, rank: int = 0, *, steps: int = STEPS) -> Trace:
+def simulate(
+    work: Work,
+    plan: Plan,
+    cluster: Cluster,
+    rank: int = 0,
+    *,
+    steps: int = STEPS,
+    boundary: Boundary | None = None,
+) -> Trace:
     """Build the model of a plan and take a few steps, as one rank of a cluster would.
+
+    Args:
+        boundary: of a pipeline's stages, if it is known already: from `boundary_of`.
 
     Raises:
         ValueError: the plan does not fit the model or the batch: whatever training would raise.
     """
-    boundary = boundary_of(work, plan, cluster, rank) if plan.pipeline > 1 else None
+    if plan.pipeline > 1 and boundary is None:
+        boundary = boundary_of(work, plan, cluster, rank)
     with simulated_world(cluster, rank, plan.world_size, boundary=boundary) as world:
         take_steps(work, plan, world, steps)
         return world.tape.trace

@@ -106,3 +106,36 @@ def test_a_path_that_cannot_be_written_is_refused_before_anything_is_simulated(
 ) -> None:
     found = plan("--on", "4 h100", "--html", str(tmp_path / where))
     assert found.exit_code == 2 and why in found.stderr and not found.stdout
+
+
+def test_the_largest_micro_batch_is_told_with_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.planner.questions.predict", made_prediction)
+    words = (
+        "plan.shard=2",
+        "train.global_batch=16",
+        "--on",
+        "2 h100",
+        "--largest",
+        "micro_batch",
+        "--price",
+        "2.5",
+    )
+    told = plan(*words)
+    assert told.exit_code == 0, told.output
+    assert "largest  micro_batch 8" in told.output and "cost " in told.output
+    found = json.loads(plan(*words, "--json").stdout)
+    assert (found["size"], found["value"], found["too_large"]) == ("micro_batch", 8, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--largest", "width"], "micro_batch, seq_len, layers"),
+        (["--largest", "layers", "--search"], "one at a time"),
+        (["--smallest", "plan.shard=2"], "chooses the degrees"),
+        (["--smallest", "--html", "x.html"], "leave out"),
+    ],
+)
+def test_questions_that_are_not_one_are_refused(words: list[str], why: str) -> None:
+    found = plan(*words, "--on", "2 h100")
+    assert found.exit_code == 2 and why in " ".join(found.output.split())

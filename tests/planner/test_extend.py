@@ -15,8 +15,9 @@ from shoal.models.llama import Llama
 from shoal.plan import Plan
 from shoal.planner import extend as extend_module
 from shoal.planner.cost import costs_of
-from shoal.planner.extend import KEPT, NotPeriodicError, extend, simulate_extended
+from shoal.planner.extend import KEPT, simulate_extended
 from shoal.planner.memory import Memory, memory_of
+from shoal.planner.repeat import NotPeriodicError, extend
 from shoal.planner.replay import replay
 from shoal.planner.simulate import simulate
 from shoal.planner.trace import Trace
@@ -99,7 +100,7 @@ class Uneven(nn.Module):
 
 
 def count_blocks(build: Callable[[], nn.Module]) -> int:
-    return extend_module._alike_blocks(work(build))
+    return extend_module.alike_blocks(work(build))
 
 
 def test_blocks_are_counted_where_they_are_alike() -> None:

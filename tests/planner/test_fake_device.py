@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.planner.fake_device import FakeDevice, _Chunks, fake_device, replace
+from shoal.planner.fake_device import FakeDevice, fake_device, replace
+from shoal.planner.pieces import Pieces
 
 GPU = torch.device("cuda", 0)
 
@@ -122,7 +123,7 @@ def test_parts_are_those_of_torch(rows: int, ranks: int) -> None:
     x = torch.arange(rows * 2).view(rows, 2)
     right = list(x.chunk(ranks))
     right += [x.new_empty(0)] * (ranks - len(right))
-    made = _Chunks(x, ranks, 0)
+    made = Pieces(x, ranks, 0)
     assert len(made) == ranks and all(torch.equal(made[rank], right[rank]) for rank in range(ranks))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import shoal.planner.pool as pool
+import shoal.planner.search as search_module
 from shoal.cluster import GIB, Cluster
 from shoal.config import Settings
 from shoal.models.presets import resolve
@@ -40,7 +41,21 @@ def test_the_fastest_plan_that_fits_is_first_and_the_others_have_a_reason() -> N
     assert seconds == sorted(seconds) and found.ranked[0].plan.tensor == 1
     assert all(each.fit is not Fit.NOT for each in found.ranked)
     assert found.rejected and all("does not fit by" in each.why for each in found.rejected)
-    assert found.considered == found.too_large + found.simulated
+    assert found.considered == found.too_large + found.simulated + len(found.passed_over)
+
+
+@pytest.mark.usefixtures("instantly")
+def test_what_is_not_simulated_could_not_have_won(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, cluster = made_settings(), Cluster.parse("8 h100")
+    found = search(settings, cluster, BASE, most=200)
+    assert found.passed_over and all("by a guess" in each.why for each in found.passed_over)
+    best = found.ranked[0].timing.seconds
+    assert all(made(settings, each.plan, cluster).timing.seconds >= best for each in found.passed_over)
+    monkeypatch.setattr(search_module, "UNSURE", 1.0)  # nothing is sure: all but pipelines are simulated
+    everything = search(settings, cluster, BASE, most=2000)
+    assert all(each.plan.pipeline > 1 for each in everything.passed_over)
+    assert everything.ranked[0].plan == found.ranked[0].plan
+    assert everything.simulated > found.simulated
 
 
 @pytest.mark.usefixtures("instantly")

@@ -1,0 +1,90 @@
+"""A plan that nobody says is the search's on GPUs that are known, asked for once, and the rules' wherever there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shoal.launch.ready as ready
+import shoal.planner.auto as auto
+from shoal.cluster import DEVICES, Cluster
+from shoal.config import Settings
+from shoal.plan import Plan
+from shoal.planner.auto import Answer, plan_key, searched_plan, worth_searching
+from shoal.planner.search import measure_base, search
+from shoal.planner.show import search_as_json
+from tests.planner.made import made_settings
+
+EIGHT = Cluster.parse("8 h100")
+
+
+def settings(cache: Path, **tables: Any) -> Settings:
+    return made_settings(**{"plan": {"compile": False}, "run": {"cache": str(cache)}, **tables})
+
+
+def test_the_plan_is_the_searchs_and_is_asked_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = settings(tmp_path)
+    best = search(job, EIGHT, measure_base(job, EIGHT), most=1)
+    asked: list[Cluster] = []
+
+    def ask(settings: Settings, cluster: Cluster, _deadline_s: float) -> str:
+        asked.append(cluster)
+        return json.dumps(search_as_json(best, settings, None))
+
+    monkeypatch.setattr(auto, "_ask", ask)
+    for _ in range(2):
+        found = searched_plan(job, EIGHT)
+        assert found.plan == best.ranked[0].plan and "of 1 plans that were simulated" in found.why
+    assert asked == [EIGHT]
+
+
+def test_what_the_answer_depends_on_is_asked_anew(tmp_path: Path) -> None:
+    jobs = [
+        settings(tmp_path),
+        settings(tmp_path, train={"global_batch": 32}),
+        settings(tmp_path, plan={"zero": 3}),
+    ]
+    keys = {plan_key(job, EIGHT) for job in jobs} | {plan_key(jobs[0], Cluster.parse("4 h100"))}
+    assert len(keys) == 4
+    elsewhere = settings(tmp_path / "other")
+    assert plan_key(elsewhere, EIGHT) == plan_key(jobs[0], EIGHT)
+
+
+def test_a_search_that_takes_too_long_or_fails_is_no_answer(tmp_path: Path) -> None:
+    found = searched_plan(settings(tmp_path), EIGHT, deadline_s=0.01)
+    assert found.plan is None and "more than 0 s" in found.why and not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "plan", "worth"),
+    [
+        ("8 h100", {"micro_batch": 1}, True),
+        ("8 h100", {"shard": 8}, False),
+        ("2 cpu", {}, False),
+    ],
+)
+def test_only_what_is_left_open_on_gpus_is_searched_for(
+    tmp_path: Path, cluster: str, plan: dict[str, Any], worth: bool
+) -> None:
+    assert worth_searching(settings(tmp_path, plan=plan), Cluster.parse(cluster)) is worth
+    unknown = EIGHT.model_copy(update={"device": DEVICES["h100"].model_copy(update={"kind": "mine"})})
+    assert not worth_searching(settings(tmp_path, plan=plan), unknown)
+
+
+@pytest.mark.parametrize(
+    "answer", [Answer(Plan(shard=8, micro_batch=2), "fast"), Answer(None, "it cannot be built")]
+)
+def test_a_run_takes_the_answer_or_the_rules_and_says_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Answer
+) -> None:
+    monkeypatch.setattr(ready, "detect_cluster", lambda: EIGHT)
+    monkeypatch.setattr(ready, "searched_plan", lambda *_: answer)
+    told: list[str] = []
+    plan = ready.make_ready(settings(tmp_path), searched=told.append).plan
+    assert plan == (answer.plan or ready.complete_plan(settings(tmp_path), EIGHT))
+    assert answer.why in told[-1] and ("rules" in told[-1]) is (answer.plan is None)
