@@ -118,7 +118,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 
 def run_with_a_full_disk(world: World, settings: Settings, full_at: list[int]) -> None:
-    real = shoal.train.loop.save
+    real = shoal.train.keep.save
 
     def save_or_not(folder: Path, step: int, *rest: Any, **keys: Any) -> Path:
         if step not in full_at:
@@ -126,7 +126,7 @@ def run_with_a_full_disk(world: World, settings: Settings, full_at: list[int]) -
         with patch("shoal.checkpoint.parts._write_part", side_effect=OSError(28, "No space left on device")):
             return real(folder, step, *rest, **keys)
 
-    with patch("shoal.train.loop.save", save_or_not):
+    with patch("shoal.train.keep.save", save_or_not):
         run(world, settings)
 
 

@@ -1,0 +1,104 @@
+"""Where a run goes on from: the launcher's memory, the newest checkpoint that is whole, or one of before a spike."""
+
+from __future__ import annotations
+
+from shoal.checkpoint.folder import Checkpoint, CheckpointError
+from shoal.checkpoint.store import load_newest, newest
+from shoal.observe.metrics import forget_after
+from shoal.train.bad import remember_events, remember_manifest
+from shoal.train.keep import wait_for_save
+from shoal.train.resume import require_same_numbers
+from shoal.train.setup import Training
+from shoal.train.spikes import Spike, is_before
+
+
+def resume(training: Training) -> int:
+    """Load the newest checkpoint that is whole, if there is one; returns the steps that are done. Collective.
+
+    Raises:
+        ValueError: the checkpoint is of a job with other numbers; the message names the keys.
+        CheckpointError: there are checkpoints, and none is whole.
+    """
+    settings, world, run = training.settings, training.world, training.run
+    done = 0
+    if settings.run.resume:
+        in_memory = _from_memory(training)
+        done = _from_disk(training) if in_memory is None else in_memory
+        if done:
+            remember_events(training.bad.train.known, run)
+    elif world.is_main and (aside := run.set_aside()):
+        training.progress.say(f"set aside what an earlier run left: {aside}")
+    forget_after(run, world.rank, done)
+    if world.is_main:
+        run.event("start", step=done, world_size=world.size, plan=training.plan.describe())
+    return done
+
+
+def _from_memory(training: Training) -> int | None:
+    """Go on from the launcher's memory if it has a newer state than the disk; returns the steps that are done. Collective."""
+    snapshots = training.snapshots
+    if snapshots is None:
+        return None
+    done = snapshots.newest(training.world)
+    on_disk, _ = newest(training.run.checkpoints, training.world)
+    if done is None or (on_disk is not None and on_disk.step >= done):
+        snapshots.forget()
+        return None
+    training.status.enter("load", done)
+    snapshots.give_back(done, training.state())
+    return done
+
+
+def _from_disk(training: Training) -> int:
+    """Load the newest checkpoint that is whole; returns the steps that are done."""
+    run, world = training.run, training.world
+
+    def accept(found: Checkpoint) -> None:
+        require_same_numbers(found, training.settings.job)
+        training.status.enter("load", found.step)
+
+    found, refused = load_newest(run.checkpoints, training.state, world, accept=accept)
+    for entry in refused if world.is_main else []:
+        run.event("checkpoint refused", path=str(entry.path), reason=entry.reason)
+        training.progress.say(f"left out {entry.path}: {entry.reason}")
+    if found is not None:
+        remember_manifest(training.bad.train.known, found.manifest)
+    return found.step if found is not None else 0
+
+
+def go_back(training: Training, spike: Spike) -> int:
+    """Load the newest checkpoint of before the data of a spike, which is skipped from now on; returns its steps. Collective."""
+    run, world, spikes = training.run, training.world, training.spikes
+    assert spikes is not None
+    skips = spikes.skips  # a checkpoint may be older than some of them
+    wait_for_save(training, spike.begin)
+    training.status.enter("load", spike.begin)
+    found, _ = load_newest(
+        run.checkpoints,
+        training.state,
+        world,
+        accept=lambda checkpoint: None,
+        among=lambda checkpoint: is_before(checkpoint, spike.begin, skips),
+    )
+    if found is None:
+        raise CheckpointError(
+            f"the loss of step {spike.step + 1} is a spike ({spike.loss:g}), and {run.checkpoints} has no checkpoint of step "
+            f"{spike.begin} or before to go back to; lower train.spike_rewind, or begin with train.spike = 0"
+        )
+    spikes.skip(spike, skips)
+    if training.snapshots is not None:
+        training.snapshots.forget()
+    forget_after(run, world.rank, found.step)
+    _say_gone_back(training, spike, found.step)
+    return found.step
+
+
+def _say_gone_back(training: Training, spike: Spike, to: int) -> None:
+    score, first = round(min(spike.score, 1e6), 2), spike.begin + 1
+    if training.world.is_main:
+        about = {"loss": spike.loss, "score": score, "to": to, "skipped_from": first, "skipped": spike.length}
+        training.run.event("rewind", step=spike.step + 1, **about)
+    training.progress.say(
+        f"loss {spike.loss:.4f} of step {spike.step + 1} is a spike, {score:.1f} deviations above those before it: back to step "
+        f"{to}, and from step {first} on without the data of {spike.length} steps"
+    )
