@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from shoal.checkpoint.check import one
 from shoal.checkpoint.plain import whole_tensors
 from shoal.config import Settings, parse
-from shoal.launch.local import Outcome, Ranks, launch
+from shoal.launch.local import Outcome, launch
+from shoal.launch.ranks import Ranks
 from shoal.launch.ready import make_ready
 from shoal.observe.machine import facts
 from shoal.resilience.faults import ALL_KINDS, DRAWN, FLIP, LOADER, PHASES

@@ -12,7 +12,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # before torch is imported
 @pytest.fixture
 def warm_nursery(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches begin with torch imported. How they begin otherwise is for tests that start programs."""
-    from shoal.launch.local import Ranks
+    from shoal.launch.ranks import Ranks
     from tests.launch.warm import start
 
     monkeypatch.setattr(Ranks, "start", start)

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from shoal.config import Settings, parse
-from shoal.launch.local import Outcome, Ranks, launch
+from shoal.launch.local import Outcome, launch
+from shoal.launch.ranks import Ranks
 from shoal.observe.status import read_status
 from tests.launch import targets
 from tests.launch.warm import start

@@ -13,8 +13,8 @@ from typing import cast
 from unittest.mock import patch
 
 from shoal.launch import nursery
-from shoal.launch.local import Ranks
 from shoal.launch.nursery import Order
+from shoal.launch.ranks import Ranks
 from tests.ranks import PRELOAD
 
 BEGIN = nursery._begin

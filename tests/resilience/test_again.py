@@ -14,8 +14,9 @@ import pytest
 
 from shoal.launch.errors import RankError
 from shoal.launch.failure import End, Scene
-from shoal.launch.local import Ranks, _failed, _say_restart
+from shoal.launch.local import _failed, _say_restart
 from shoal.launch.nursery import Event, Order
+from shoal.launch.ranks import Ranks
 from shoal.resilience.restarts import Failure, Restarts
 from shoal.run import Run
 from tests.launch.warm import start

@@ -66,7 +66,7 @@ def ran(folder: Path, faults: str = "", *, device: str = "cpu", **policy: Any) -
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    from shoal.launch.local import Ranks
+    from shoal.launch.ranks import Ranks
     from tests.launch.warm import start
 
     with pytest.MonkeyPatch.context() as patch:

@@ -21,7 +21,7 @@ TRAIN = {"global_batch": 8, "precision": "fp64"}
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    from shoal.launch.local import Ranks
+    from shoal.launch.ranks import Ranks
     from tests.launch.warm import start
 
     with pytest.MonkeyPatch.context() as patch:

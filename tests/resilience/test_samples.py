@@ -51,7 +51,7 @@ SKIP = {"on_error": "skip", "most_bad": 1.0, "options": {"bad": [4, 17, 30]}}
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Generator[Ran]:
-    from shoal.launch.local import Ranks
+    from shoal.launch.ranks import Ranks
     from tests.launch.warm import start
 
     with pytest.MonkeyPatch.context() as patch:

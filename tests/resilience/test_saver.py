@@ -149,7 +149,7 @@ POLICY: dict[str, Any] = {"checkpoint": {"memory_every": 0, "every": 2, "keep": 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    from shoal.launch.local import Ranks
+    from shoal.launch.ranks import Ranks
     from tests.launch.warm import start
 
     policy = {"checkpoint": {"memory_every": 0, "every": 2, "keep": 4, "asynchronous": False}}
