@@ -36,12 +36,12 @@ class Pieces(Sequence[Tensor]):
         length = min(self._size, whole - first)
         return self.tensor.narrow(self.dim, first, length) if length else self.tensor.new_empty(0)
 
-    def joined_shape(self, dim: int) -> list[int]:
-        """Of what comes out when they are joined along another dim."""
+    def joined(self, dim: int) -> Tensor:
+        """A tensor of the shape that they have when they are joined along another dim: as many bytes are read and written."""
         shape = list(self.tensor.shape)
         shape[self.dim] //= self._count
         shape[dim] *= self._count
-        return shape
+        return self.tensor.view(shape)
 
 
 class _Torch:
@@ -57,9 +57,8 @@ class _Torch:
 
     @staticmethod
     def cat(tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) -> Tensor:
-        if isinstance(tensors, Pieces):  # one tensor of the size of all: as many bytes are read and written
-            tensors = [tensors.tensor.view(tensors.joined_shape(dim))]
-        return torch.cat(tensors, dim) if out is None else torch.cat(tensors, dim, out=out)
+        parts = tuple(tensors) if not isinstance(tensors, Pieces) else (tensors.joined(dim),)
+        return torch.cat(parts, dim) if out is None else torch.cat(parts, dim, out=out)
 
 
 def simulate_pieces(undo: ExitStack) -> None:

@@ -26,21 +26,25 @@ def predict_all(
     wanted: Wanted, settings: Settings, *, expandable: bool = False, profile: Profile | None = None
 ) -> Iterator[tuple[int, Prediction | str]]:
     """Predictions by their index, or the reasons why there are none, as they are made."""
-    with predictor(settings, expandable=expandable, profile=profile) as ask:
+    with predictor(settings, len(wanted), expandable=expandable, profile=profile) as ask:
         yield from ask(wanted)
 
 
 @contextmanager
 def predictor(
-    settings: Settings, *, expandable: bool = False, profile: Profile | None = None
+    settings: Settings, expected: int, *, expandable: bool = False, profile: Profile | None = None
 ) -> Iterator[Predictor]:
-    """Gives what predicts plans as `predict_all`, any number of times by the same processes."""
+    """Gives what predicts plans as `predict_all`, any number of times by the same processes.
+
+    Args:
+        expected: plans in all, by which it is decided whether processes are worth their start.
+    """
     processes = min(MOST_PROCESSES, os.cpu_count() or 1)
     with ExitStack() as stack:
         pools: list[ProcessPoolExecutor] = []
 
         def ask(wanted: Wanted) -> Iterator[tuple[int, Prediction | str]]:
-            if not pools and (len(wanted) <= FEW or processes == 1):
+            if expected <= FEW or processes == 1:
                 for index, (plan, cluster) in enumerate(wanted):
                     yield index, predict_or_say(settings, plan, cluster, expandable, profile)
                 return

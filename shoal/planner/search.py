@@ -120,11 +120,12 @@ def search(
         )
     fitting = [each for each in guesses if states_fit(each, cluster)]
     looking = _Looking(in_order(fitting, cluster.device.memory_bytes), most, cluster.device.memory_bytes)
-    with predictor(settings, expandable=expandable, profile=profile) as ask:
+    expected = min(most, len(fitting))
+    with predictor(settings, expected, expandable=expandable, profile=profile) as ask:
         while wanted := looking.next_few():
             for index, result in ask([(each.plan, cluster) for each in wanted]):
                 looking.seen(wanted[index], result)
-                tell(wanted[index].plan.describe(), looking.simulated, min(most, len(fitting)))
+                tell(wanted[index].plan.describe(), looking.simulated, expected)
     ranked = sorted(looking.ranked, key=lambda each: each.timing.seconds)
     return Found(
         ranked,

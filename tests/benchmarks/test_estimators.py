@@ -51,7 +51,7 @@ def test_states_by_hand() -> None:
 
 
 def test_activations_under_tensor_are_those_of_the_paper() -> None:
-    """Korthikanti et al. 2022, table 2: 34 bytes a token, layer and hidden unit with sequence parallelism and a ffn of 4 times."""
+    """Korthikanti et al. 2022, table 2: 34 bytes a token, layer and hidden unit with sequence parallelism, ffn four-fold."""
     dims = DIMS._replace(ffn=4 * 4096, layers=1000)
     asked = Asked(dims, Plan(tensor=8), 8, 1, 1, 2048)
     found = megatron(asked)
