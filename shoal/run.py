@@ -57,6 +57,10 @@ class RunPolicy(Section):
     )
     data: str | None = Field(None, description="the prepared data folder; left out: made under run.cache")
     cache: str = Field("~/.cache/shoal", description="prepared data that runs share")
+    search: bool = Field(
+        False,
+        description="on GPUs, a plan that gives no degree is searched for by simulation; false: rules choose it",
+    )
     log_every: int = Field(1, ge=1, description="steps between lines on the terminal")
     tensorboard: bool = Field(False, description="also write TensorBoard events (needs shoal[tensorboard])")
     backend: str = Field(

@@ -186,6 +186,7 @@ def _largest(
     from shoal.launch.ready import complete_plan
     from shoal.planner.questions import Size, largest
     from shoal.planner.show import as_json as to_json
+    from shoal.planner.show import cost_of
 
     cluster = _cluster(settings, on)
     try:
@@ -198,7 +199,10 @@ def _largest(
     except ValueError as error:
         raise fail(str(error)) from error
     if as_json:
-        at = to_json(found.prediction) if found.prediction is not None else None
+        at = None
+        if found.prediction is not None:
+            costs = None if price is None else cost_of(found.prediction, settings, price)
+            at = to_json(found.prediction) | ({} if costs is None else {"run_costs": costs})
         typer.echo(
             json.dumps({"size": size, "value": found.value, "too_large": found.too_large, "prediction": at})
         )

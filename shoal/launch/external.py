@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from shoal.config import Settings, load
+from shoal.config import ConfigError, Settings, load
 from shoal.launch.ready import device_of, make_ready, with_data
 from shoal.launch.worker import StopFlag, run_worker
 from shoal.observe.status import RankStatus
@@ -42,4 +42,9 @@ def train(settings: Settings, world: World, status: RankStatus, stop: StopFlag) 
             problem = f"data cannot be prepared on rank {world.rank}: {error}"
     world.barrier("data is prepared", problem, deadline_s=PREPARE_S)
     stop.patient = True
+    if settings.run.search:
+        raise ConfigError(
+            "run.search = true is for `shoal train`, which starts the ranks itself; under another launcher run `shoal plan JOB "
+            "--search` and give the words that it prints"
+        )
     train_ready(make_ready(settings, ranks=world.size), world, status, stop)

@@ -28,7 +28,7 @@ from shoal.models.presets import LlamaDims, num_parameters, resolve
 from shoal.parallel.initialise import build_on_meta
 from shoal.parallel.spread import require_layout
 from shoal.plan import Plan, effective
-from shoal.planner.auto import searched_plan, worth_searching
+from shoal.planner.auto import searched_plan, why_not_searched
 from shoal.planner.choose import Workload, choose_plan, require_even, with_compile
 from shoal.resilience.faults import drawn, parse_faults, require_possible
 from shoal.resilience.replicas import require_copies
@@ -52,8 +52,8 @@ def make_ready(
 
     Args:
         ranks: how many ranks there are, when something else starts them; left out: as many as the cluster
-        has devices. progress: told (stage, done, total) while data is prepared. searched: a plan that is left open may be
-        searched for, where that is worth it, and this is told what came of it; left out: rules choose it.
+        has devices. progress: told (stage, done, total) while data is prepared. searched: with `run.search` the plan is
+        searched for, and this is told what came of it; left out: rules choose it.
 
     Raises:
         ConfigError: something does not fit; the message says what would.
@@ -85,9 +85,9 @@ def make_ready(
 
 
 def _searched(settings: Settings, cluster: Cluster, tell: Callable[[str], None] | None) -> Plan | None:
-    if tell is None or not worth_searching(settings, cluster):
+    if tell is None or not settings.run.search:
         return None
-    tell("no plan is said: simulating some for this machine, to take the fastest")
+    tell("simulating plans for this machine, to take the fastest")
     found = searched_plan(settings, cluster)
     if found.plan is None:
         tell(f"the plan is chosen by rules (docs/plan.md), since none was found by simulation: {found.why}")
@@ -101,6 +101,8 @@ def check_early(settings: Settings, cluster: Cluster) -> None:
     """What can be refused before minutes are spent on data."""
     plan = settings.plan
     check_spikes(settings)
+    if settings.run.search and (why := why_not_searched(settings, cluster)):
+        raise ValueError(f"run.search = true, but {why}; leave run.search out")
     if settings.train.precision in FLOAT8 and find_spec("torchao") is None:
         raise ValueError(
             f"train.precision = \"{settings.train.precision}\" needs the torchao library: pip install 'shoal[float8]'"

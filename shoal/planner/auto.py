@@ -1,6 +1,6 @@
-"""The plan of a job on GPUs when none is said: the best that a search finds, or the rules of `shoal.planner.choose`.
+"""The plan of a job on GPUs that asks for a search (`run.search`): the best that one finds.
 
-A run on GPUs takes hours, and the search less than minutes. It runs in a process of its own that sees no GPU, as simulations
+It takes minutes, beside a run of hours. It runs in a process of its own that sees no GPU, as simulations
 need it, and that can be given up. What it found is kept beside prepared data, by what the answer depends on: the same job on such
 a cluster asks once.
 """
@@ -37,14 +37,15 @@ class Answer(NamedTuple):
     """what it was chosen for; or why there is none"""
 
 
-def worth_searching(settings: Settings, cluster: Cluster) -> bool:
-    """Whether degrees are left open, for GPUs of a kind that is known.
-
-    On CPUs a search takes longer than a small run, and cannot tell plans apart by times of a CPU that was not measured.
-    """
-    said = settings.plan is not None and settings.plan.says_degrees
-    known = DEVICES.get(cluster.device.kind) == cluster.device
-    return not said and cluster.device.type == "cuda" and known
+def why_not_searched(settings: Settings, cluster: Cluster) -> str:
+    """Why no plan can be searched for; empty if one can."""
+    if settings.plan is not None and settings.plan.says_degrees:
+        return f"the plan is said ({settings.plan.describe()})"
+    if cluster.device.type != "cuda":
+        return "a search cannot tell plans on CPUs apart, by times of CPUs that were not measured"
+    if DEVICES.get(cluster.device.kind) != cluster.device:
+        return f"nothing is known of the times of {cluster.device.kind!r}"
+    return ""
 
 
 def searched_plan(settings: Settings, cluster: Cluster, *, deadline_s: float = DEADLINE_S) -> Answer:

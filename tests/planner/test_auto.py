@@ -1,4 +1,4 @@
-"""A plan that nobody says is the search's on GPUs that are known, asked for once, and the rules' wherever there is none."""
+"""With run.search the plan is the search's, asked for once, and the rules' if it finds none."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import shoal.launch.ready as ready
 import shoal.planner.auto as auto
 from shoal.cluster import DEVICES, Cluster
-from shoal.config import Settings
+from shoal.config import ConfigError, Settings
 from shoal.plan import Plan
-from shoal.planner.auto import Answer, plan_key, searched_plan, worth_searching
+from shoal.planner.auto import Answer, plan_key, searched_plan, why_not_searched
 from shoal.planner.search import measure_base, search
 from shoal.planner.show import search_as_json
 from tests.planner.made import made_settings
@@ -23,6 +23,10 @@ EIGHT = Cluster.parse("8 h100")
 
 def settings(cache: Path, **tables: Any) -> Settings:
     return made_settings(**{"plan": {"compile": False}, "run": {"cache": str(cache)}, **tables})
+
+
+def searching(cache: Path, **tables: Any) -> Settings:
+    return settings(cache, run={"cache": str(cache), "search": True}, **tables)
 
 
 def test_the_plan_is_the_searchs_and_is_asked_for_once(
@@ -61,19 +65,24 @@ def test_a_search_that_takes_too_long_or_fails_is_no_answer(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("cluster", "plan", "worth"),
+    ("cluster", "plan", "why"),
     [
-        ("8 h100", {"micro_batch": 1}, True),
-        ("8 h100", {"shard": 8}, False),
-        ("2 cpu", {}, False),
+        ("8 h100", {"micro_batch": 1}, ""),
+        ("8 h100", {"shard": 8}, "the plan is said (shard 8"),
+        ("2 cpu", {}, "CPUs"),
     ],
 )
 def test_only_what_is_left_open_on_gpus_is_searched_for(
-    tmp_path: Path, cluster: str, plan: dict[str, Any], worth: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str, plan: dict[str, Any], why: str
 ) -> None:
-    assert worth_searching(settings(tmp_path, plan=plan), Cluster.parse(cluster)) is worth
+    found = why_not_searched(settings(tmp_path, plan=plan), Cluster.parse(cluster))
+    assert why in found and bool(found) is bool(why)
     unknown = EIGHT.model_copy(update={"device": DEVICES["h100"].model_copy(update={"kind": "mine"})})
-    assert not worth_searching(settings(tmp_path, plan=plan), unknown)
+    assert why_not_searched(settings(tmp_path), unknown)
+    monkeypatch.setattr(ready, "detect_cluster", lambda: Cluster.parse(cluster))
+    if why:
+        with pytest.raises(ConfigError, match=r"run\.search = true, but"):
+            ready.make_ready(searching(tmp_path, plan=plan), searched=print)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +94,9 @@ def test_a_run_takes_the_answer_or_the_rules_and_says_which(
     monkeypatch.setattr(ready, "detect_cluster", lambda: EIGHT)
     monkeypatch.setattr(ready, "searched_plan", lambda *_: answer)
     told: list[str] = []
-    plan = ready.make_ready(settings(tmp_path), searched=told.append).plan
+    plan = ready.make_ready(searching(tmp_path), searched=told.append).plan
     assert plan == (answer.plan or ready.complete_plan(settings(tmp_path), EIGHT))
+    assert ready.make_ready(settings(tmp_path), searched=told.append).plan == ready.complete_plan(
+        settings(tmp_path), EIGHT
+    )  # nobody asked for a search
     assert answer.why in told[-1] and ("rules" in told[-1]) is (answer.plan is None)
