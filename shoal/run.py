@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -106,6 +107,15 @@ def append_json(path: Path, record: dict[str, Any]) -> None:
         file.write(line)
 
 
+@contextmanager
+def told_if_lost() -> Iterator[None]:
+    """Around writing what a run can do without: an error of the disk is told on stderr."""
+    try:
+        yield
+    except OSError as error:
+        print(f"not written: {error}", file=sys.stderr, flush=True)
+
+
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Records of a .jsonl file; a line cut short by a crash is left out."""
     if not path.exists():
@@ -196,5 +206,6 @@ class Run:
         return aside
 
     def event(self, kind: str, **details: Any) -> None:
-        """Append a line to events.jsonl; `time` is seconds since the epoch."""
-        append_json(self.events_file, {"time": round(time.time(), 3), "event": kind, **details})
+        """Append a line to events.jsonl; `time` is seconds since the epoch. A full disk loses the line, and not the run."""
+        with told_if_lost():
+            append_json(self.events_file, {"time": round(time.time(), 3), "event": kind, **details})

@@ -116,6 +116,13 @@ def test_events_tell_what_and_when(tmp_path: Path) -> None:
     assert 1.6e9 < first["time"] <= second["time"]
 
 
+def test_a_full_disk_loses_a_line_and_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path)
+    run.events_file.symlink_to("/dev/full")
+    run.event("start", step=0)
+    assert "No space left" in capsys.readouterr().err
+
+
 def test_a_directory_is_held_by_one_run_at_a_time(tmp_path: Path) -> None:
     run = Run(tmp_path / "a b")
     run.create()

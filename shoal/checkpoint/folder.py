@@ -179,6 +179,13 @@ def prune(folder: Path, keep: int) -> None:
             shutil.rmtree(entry.path, ignore_errors=True)
 
 
+def remove_after(folder: Path, step: int) -> None:
+    """Delete checkpoints of later steps: the run went back, and goes another way from there."""
+    for checkpoint in list_checkpoints(folder)[0]:
+        if checkpoint.step > step:
+            _remove(checkpoint.path)
+
+
 def set_aside(path: Path) -> None:
     """Rename a checkpoint that was found damaged, so that it takes no place among those that are kept."""
     aside = path.with_suffix(".damaged")

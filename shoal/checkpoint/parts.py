@@ -10,18 +10,21 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 import time
 import zlib
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from shoal.checkpoint.folder import INDEX, commit, prune
 from shoal.checkpoint.layout import HEADER_BYTES, Origin, Piece, index_text
 from shoal.run import write_whole
 from shoal.version import __version__
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 
 class Part(NamedTuple):
@@ -67,12 +70,45 @@ def write_parts(
             written = _write_stretch(file, *stretches[0])
         else:
             file.flush()
-            with ThreadPoolExecutor(len(stretches)) as pool:
-                by_stretch = pool.map(lambda stretch: _write_beside(path, *stretch), stretches)
-                written = [entry for entries in by_stretch for entry in entries]
+            by_stretch = side_by_side(
+                lambda stretch: _write_beside(path, *stretch), stretches, len(stretches)
+            )
+            written = [entry for entries in by_stretch for entry in entries]
         file.flush()
         os.fsync(file.fileno())
     return written
+
+
+def side_by_side(function: Callable[[Item], Made], items: Sequence[Item], most: int) -> list[Made]:
+    """`function` of each item, by at most `most` threads; raises the first error when all are through.
+
+    Their threads are daemons, which those of a ThreadPoolExecutor are not: one inside a call that never returns, as on a disk
+    that hangs, would keep the process from ending.
+    """
+    made: dict[int, Made] = {}
+    errors: list[Exception] = []
+    left = iter(range(len(items)))
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                place = next(left, None)
+            if place is None or errors:
+                return
+            try:
+                made[place] = function(items[place])
+            except Exception as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(most, len(items)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [made[place] for place in range(len(items))]
 
 
 def _stretches(parts: list[Part], count: int) -> list[tuple[int, list[Part]]]:

@@ -102,6 +102,7 @@ def batches(
     stop: int | None = None,
     bad: BadSamples | None = None,
     deadline_s: float = DEADLINE_S,
+    ahead: int = 0,
 ) -> Generator[StepBatch]:
     """This rank's part of the global batches of steps start to stop (default: train.steps).
 
@@ -113,6 +114,7 @@ def batches(
 
     Args:
         bad: what is known of bad samples, which grows; left out: nothing is, and what is found is logged.
+        ahead: by so many steps the data is ahead of the run, whose steps are told where samples are bad.
 
     Raises:
         ValueError: the plan does not fit the world or global batch, or the dataset is none or empty.
@@ -139,7 +141,7 @@ def batches(
             f"({type(dataset).__name__}); leave data.sharded out"
         )
     portions = train_portions(cut, job.train.seed, _length(dataset), job.data.shuffle)
-    return _indexed(dataset, job, plan, portions, steps, world, bad, deadline_s)
+    return _indexed(dataset, job, plan, portions, steps, world, bad, deadline_s, ahead)
 
 
 def numbers_of(dataset: Any, job: Job) -> Callable[[MicroBatch], list[int]]:
@@ -147,7 +149,11 @@ def numbers_of(dataset: Any, job: Job) -> Callable[[MicroBatch], list[int]]:
     if not isinstance(dataset, TextDataset) and is_iterable(dataset):
         return lambda micro: list(range(micro.first, micro.first + micro.samples))
     seed, n, shuffle = job.train.seed, _length(dataset), job.data.shuffle
-    return lambda micro: sample_ids(seed, micro.first, micro.samples, n, shuffle).index.tolist()
+
+    def numbers(micro: MicroBatch) -> list[int]:
+        return list(micro.index) or sample_ids(seed, micro.first, micro.samples, n, shuffle).index.tolist()
+
+    return numbers
 
 
 def eval_batches(
@@ -225,6 +231,7 @@ def _indexed(
     world: WorldLike,
     bad: BadSamples | None,
     deadline_s: float,
+    ahead: int = 0,
 ) -> Generator[StepBatch]:
     if isinstance(dataset, TextDataset):
         _require_raise(job.data, "of text, which is checked when it is opened")
@@ -245,6 +252,7 @@ def _indexed(
         shared=world.size > plan.data_degree,
         bad=bad or BadSamples(),
         deadline_s=deadline_s,
+        ahead=ahead,
     )
     return supply.steps(steps)
 

@@ -25,6 +25,8 @@ class MicroBatch(NamedTuple):
     """Index in the run of its first sample: step * global batch + place in the global batch."""
     samples: int
     """Samples that count; 0 for a filler."""
+    index: tuple[int, ...] = ()
+    """Numbers in the dataset of what it was read from, where samples may have been left out or replaced."""
 
 
 class StepBatch(NamedTuple):

@@ -32,6 +32,8 @@ class Read(NamedTuple):
     """found while reading it; with on_error = "raise" there is one at most, and then no data"""
     hopeless: str = ""
     """why there is no data, if it is for another reason"""
+    index: tuple[int, ...] = ()
+    """of the samples that it was read from"""
     worker: int | None = None
     """number of the loader process that read it; None: the rank itself"""
 
@@ -89,7 +91,8 @@ class Reader(Dataset[Read]):
             except Exception as error:
                 self._blame(kept, error, bad)
             else:
-                return Read(data, counted, tuple(attempts for attempts, _ in rows), tuple(bad))
+                index = tuple(row.index for row in kept)
+                return Read(data, counted, tuple(attempts for attempts, _ in rows), tuple(bad), index=index)
 
     def _row(self, epoch: int, index: int, bad: list[BadSample]) -> tuple[int, _Row | None]:
         """At which attempt a row was had, and the row; None if it is left out."""

@@ -44,6 +44,7 @@ class Supply:
         workers: loader processes; 0: read in the calling thread.
         shared: other ranks read the same samples, and have to take the same ones for bad.
         bad: what is known of bad samples, and who is told of them.
+        ahead: by so many steps the data is ahead of the run, by whose steps everything is told.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Supply:
         shared: bool,
         bad: BadSamples,
         deadline_s: float,
+        ahead: int = 0,
     ) -> None:
         self._dataset, self._job, self._portions, self._world = dataset, job, portions, world
         self._workers, self._bad, self._deadline_s = workers, bad, deadline_s
@@ -64,6 +66,7 @@ class Supply:
         self._agrees = shared and job.data.on_error != "raise"
         self._share = Share(job.data.most_bad)
         self._step = self._taken = 0
+        self._ahead = ahead
 
     def steps(self, steps: range) -> Generator[StepBatch]:
         """The steps, in order.
@@ -74,7 +77,7 @@ class Supply:
         reads = self._read_all(steps)
         for self._step in steps:
             portions = self._portions(self._step)
-            with at_step(self._step):
+            with at_step(self._step - self._ahead):
                 found: list[Read] = []
                 for self._taken in range(len(portions)):
                     found.append(self._judged(next(reads)))
@@ -85,7 +88,7 @@ class Supply:
             yield StepBatch(
                 self._step,
                 tuple(
-                    MicroBatch(read.data, portion.first, read.samples)
+                    MicroBatch(read.data, portion.first, read.samples, read.index)
                     for portion, read in zip(portions, found, strict=True)
                 ),
             )
@@ -97,7 +100,7 @@ class Supply:
                 workers=self._workers,
                 deadline_s=self._sample_s,
                 tell=lambda lost, _: self._bad.tell(
-                    "loader restarted", told(lost, self._step, self._world.rank)
+                    "loader restarted", told(lost, self._step - self._ahead, self._world.rank)
                 ),
                 blame=self._blame,
             )
@@ -124,7 +127,7 @@ class Supply:
             error.add_note(f"in the dataset:\n{bad.trace}")
             raise error
         for bad in read.bad:
-            self._bad.add(bad, step=self._step, rank=rank)
+            self._bad.add(bad, step=self._step - self._ahead, rank=rank)
         if read.hopeless:
             raise DataError(f"{who}: {read.hopeless}")
         return read
@@ -135,7 +138,7 @@ class Supply:
         if self._job.data.on_error == "raise":
             raise _end_of_run(index, epoch, f"rank {self._world.rank}", lost.accusation())
         bad = BadSample(index, EVERY_EPOCH, lost.accusation())
-        self._bad.add(bad, step=self._step, rank=self._world.rank)
+        self._bad.add(bad, step=self._step - self._ahead, rank=self._world.rank)
 
     def _agreed(self, portions: tuple[Portion, ...], found: list[Read]) -> list[Read]:
         """What all ranks can use: a sample that is bad on one of those that read it is so on all of them.

@@ -131,14 +131,14 @@ def find_culprit(scene: Scene) -> Culprit:
     before the others' end; being stuck; and if all only lost each other, the first to notice.
     """
     ends = scene.ends
+    if mismatch := find_mismatch(scene.calls):
+        return _differing(mismatch)
     if scene.lost and not any(end.error for end in ends):
         headline = (
             f"the process that started the ranks is gone, and they ended with it; rank 0 was {ends[0].place}"
         )
         details = ["somebody killed it, or the kernel did for want of memory", *_memory(scene)]
         return Culprit(ends[0].rank, headline, details)
-    if mismatch := find_mismatch(scene.calls):
-        return _differing(mismatch)
     primary = [(end.error.time, end) for end in ends if end.error and not end.error.secondary]
     killed = [(end.time, end) for end in ends if not end.error and _died(end)]
     if primary or killed:

@@ -27,6 +27,7 @@ ENDED_S = (
     10.0  # until killed ranks have ended; one in a driver's call takes longer, and is left to the kernel
 )
 DIVERGED = ".DivergedError"  # of a device, and not of the program
+STUCK = ".SaveStuckError"
 DIFFERED = "ranks made different calls, which is the program's, and what memory has may be wrong since"
 
 
@@ -189,9 +190,10 @@ def _say_restart(run: Run, restarts: Restarts, failure: Failure, quiet: bool) ->
 
 
 def _was_stopped(run: Run, unfinished: bool) -> bool:
-    """Whether the ranks were asked to stop: the run's last event says so (data can end before the last step)."""
+    """Whether the ranks were asked to stop: the run's events say so (data can end before the last step)."""
     kinds = [event["event"] for event in read_json_lines(run.events_file)]
-    return kinds[-1] == "stop" if kinds else unfinished
+    ends = [kind for kind in kinds if kind in ("start", "stop", "end")]
+    return ends[-1] == "stop" if ends else unfinished
 
 
 def _clear(folder: Path) -> None:
@@ -214,12 +216,20 @@ def _failed(run: Run, scene: Scene, began_at: float, quiet: bool) -> tuple[Outco
     raised = error is not None and not error.secondary and not error.type.endswith(DIVERGED)
     full_in = error.phase if error is not None and error.out_of_memory else None
     final = DIFFERED if culprit.mismatch else ""
+    if error is not None and error.type.endswith(STUCK):
+        final = "what hangs there would hang again"
     begun = _begun(run, began_at, done)
     return Outcome("failed", done, text), Failure(culprit.headline, raised, begun, done, full_in, final=final)
 
 
 def _begun(run: Run, began_at: float, done: int) -> int:
-    """Steps that were done when ranks that were started then began; `done` if they never did."""
-    events = [*read_json_lines(run.events_file)]
-    starts = [e["step"] for e in events if e["event"] == "start" and e["time"] >= round(began_at, 3)]
-    return starts[-1] if starts else done
+    """Steps that were done when ranks that were started then began, or last went back; `done` if they never did."""
+    began = done
+    for event in read_json_lines(run.events_file):
+        if event["time"] < round(began_at, 3):
+            continue
+        if event["event"] == "start":
+            began = event["step"]
+        elif event["event"] == "rewind":
+            began = event["to"]
+    return began

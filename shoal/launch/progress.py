@@ -47,7 +47,8 @@ class Quiet:
         if len(running) < len(ends) or any(status.phase not in STEP_PHASES for status in running):
             self.limit_s, self._last = float("inf"), 0.0
             return
-        self._began = self._began or (step, now)
+        if self._began is None or step < self._began[0]:  # the run may have gone back
+            self._began = step, now
         first, began = self._began
         if stalled_s < self._last:
             self._seen.append(self._last)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shoal.run import Run, append_json, read_json_lines, write_whole
+from shoal.run import Run, append_json, read_json_lines, told_if_lost, write_whole
 
 GIB = 1024**3
 
@@ -68,12 +68,12 @@ class MetricsWriter:
         self._tensorboard = _tensorboard(run.path) if tensorboard and rank == 0 else None
 
     def write(self, metrics: Metrics) -> None:
-        append_json(
-            self._own,
-            {"step": metrics.step, "seconds": round(metrics.seconds, 6), "memory": metrics.memory_bytes},
-        )
+        own = {"step": metrics.step, "seconds": round(metrics.seconds, 6), "memory": metrics.memory_bytes}
+        with told_if_lost():
+            append_json(self._own, own)
         if self._rank == 0:
-            append_json(self._run.metrics_file, metrics.record())
+            with told_if_lost():
+                append_json(self._run.metrics_file, metrics.record())
             self._scalars(metrics.step, metrics.record())
 
     def write_eval(self, step: int, loss: float, weight: int, seconds: float) -> None:
@@ -85,7 +85,8 @@ class MetricsWriter:
                 "eval_weight": weight,
                 "seconds": round(seconds, 3),
             }
-            append_json(self._run.metrics_file, record)
+            with told_if_lost():
+                append_json(self._run.metrics_file, record)
             self._scalars(step, {"eval_loss": loss})
 
     def _scalars(self, step: int, record: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ class Pace:
             data_s: of each rank, seconds that it has waited for data.
         """
         self._count(calls)
-        if self._began is None:
+        if self._began is None or step < self._began[0]:  # the run may have gone back
             self._begin(step, now, data_s)
             return []
         first, began, data_before = self._began

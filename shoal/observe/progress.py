@@ -51,7 +51,7 @@ class Progress:
         """Take in a finished step."""
         if not self._shown:
             return
-        if self._first is None:
+        if self._first is None or metrics.step < self._first:  # the run may have gone back
             self._first, self._began = metrics.step, time.monotonic()
         self._units, self._seconds = self._units + metrics.units, self._seconds + metrics.seconds
         line = self._line(metrics)

@@ -38,6 +38,10 @@ POLL_S = 0.002
 SPARE = 0.05  # of the host's memory, which a copy of the state must leave free
 
 
+class SaveStuckError(RuntimeError):
+    """The disk takes nothing of a save, and gives no error: starting again would wait for it again."""
+
+
 class HandOver:
     """Hands saves over to a `Saver`, of the launcher or of rank 0."""
 
@@ -59,7 +63,7 @@ class HandOver:
         """Wait until the last save is a checkpoint, or has failed; returns the seconds that took, 0 if it was so already.
 
         Raises:
-            DeadlineError: nothing is written any more.
+            SaveStuckError: nothing is written any more.
         """
         if self._places is None:
             return 0.0
@@ -77,7 +81,7 @@ class HandOver:
                 moved = time.monotonic()
                 on_progress()
             if time.monotonic() - moved > limit:
-                raise DeadlineError(
+                raise SaveStuckError(
                     "the last save does not come to an end: nothing has been written for "
                     f"{limit:g} s (run.deadline_s); look at the disk of run.dir"
                 )

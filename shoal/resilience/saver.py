@@ -23,14 +23,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
 from shoal.checkpoint.folder import name_of, start
 from shoal.checkpoint.layout import BLOCK_BYTES, HEADER_BYTES, Origin, Piece
-from shoal.checkpoint.parts import Contents, Part, give_up, require_room, seal, write_index, write_parts
+from shoal.checkpoint.parts import (
+    Contents,
+    Part,
+    give_up,
+    require_room,
+    seal,
+    side_by_side,
+    write_index,
+    write_parts,
+)
 from shoal.observe.host import cores
 from shoal.run import CheckpointPolicy, Run
 
@@ -242,8 +250,7 @@ class Saver:
         threads = max(1, min(MOST_THREADS, int(cores() / 4)))
         try:
             require_room(aside, needed_bytes)
-            with ThreadPoolExecutor(min(self._ranks, threads)) as pool:
-                written = list(pool.map(write, origins))
+            written = side_by_side(write, origins, threads)
             index_sha256 = write_index(aside, contents.tensors, chain.from_iterable(written))
             self._go_ahead(generation)
         except OSError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.checkpoint.folder import Checkpoint, CheckpointError
+from shoal.checkpoint.folder import Checkpoint, CheckpointError, remove_after
 from shoal.checkpoint.store import load_newest, newest
 from shoal.observe.metrics import forget_after
 from shoal.train.bad import remember_events, remember_manifest
@@ -83,8 +83,12 @@ def go_back(training: Training, spike: Spike) -> int:
     if found is None:
         raise CheckpointError(
             f"the loss of step {spike.step + 1} is a spike ({spike.loss:g}), and {run.checkpoints} has no checkpoint of step "
-            f"{spike.begin} or before to go back to; lower train.spike_rewind, or begin with train.spike = 0"
+            f"{spike.begin} or before to go back to; in a new run.dir lower train.spike_rewind, or leave train.spike out"
         )
+    if world.is_main:
+        # of what is left behind now; a kill before this is done meets the spike again
+        remove_after(run.checkpoints, found.step)
+    world.barrier("go back")
     spikes.skip(spike, skips)
     if training.snapshots is not None:
         training.snapshots.forget()

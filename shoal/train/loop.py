@@ -182,6 +182,7 @@ def _data(training: Training, span: Span) -> Generator[StepBatch]:
         stop=span.data + span.count,
         bad=training.bad.train,
         deadline_s=settings.run.deadline_s,
+        ahead=span.data - span.step,
     )
 
 

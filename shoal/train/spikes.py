@@ -103,7 +103,7 @@ class Spikes:
         if len(skips) > MOST:
             raise FloatingPointError(
                 f"the loss of step {spike.step + 1} is a spike ({spike.loss:g}), the {len(skips)}th: this is no matter of data. "
-                "Try a lower optimizer.lr, a longer optimizer.warmup, or a higher train.spike"
+                "Try a lower optimizer.lr or a longer optimizer.warmup, or in a new run.dir a higher train.spike"
             )
         self._skips[: len(skips)] = torch.tensor(skips)
 

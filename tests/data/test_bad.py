@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from shoal.data.bad import EVERY_EPOCH, BadSamples, Known
-from shoal.data.batches import DataError, batches, eval_batches
+from shoal.data.batches import DataError, batches, eval_batches, numbers_of
 from shoal.data.sampler import sample_ids, substitute
 from shoal.data.tokens import TokenDataset
 from shoal.job import Data, Job, Train
@@ -41,6 +42,16 @@ def test_every_world_and_number_of_loaders_does_without_the_same_samples(dataset
     whole = global_batches(dataset, job(on_error), 1)
     for size, workers in [(2, 0), (4, 0), (1, 2), (2, 1)]:
         assert global_batches(dataset, job(on_error, workers), size) == whole
+
+
+@pytest.mark.parametrize("on_error", ["skip", "substitute"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_micro_batch_knows_the_samples_that_it_was_read_from(on_error: str, workers: int) -> None:
+    asked, alone = job(on_error, workers), SimpleNamespace(rank=0, size=1)
+    numbers = numbers_of(Patchy(9), asked)
+    for batch in batches(Patchy(9), asked, Plan(micro_batch=2), alone, stop=3):
+        for micro in batch.micro_batches:
+            assert numbers(micro) == micro.data[0].tolist()
 
 
 def test_a_skipped_sample_is_left_out_of_its_global_batch_and_no_other_comes_for_it() -> None:

@@ -26,6 +26,13 @@ def test_fast_steps_may_rest_for_seconds_and_slow_ones_for_ten_times_a_step() ->
         assert quiet.limit_s == limit_s
 
 
+def test_after_going_back_it_begins_anew() -> None:
+    quiet = Quiet()
+    for number, step in enumerate([*range(20, 30), *range(12, 18)]):
+        quiet.look(ends(step), 0.0, number * 4.0)
+    assert quiet.limit_s == 40.0
+
+
 def test_the_first_steps_an_evaluation_and_a_save_are_not_judged() -> None:
     quiet = Quiet()
     quiet.look(ends(0, "setup"), 60.0, 60.0)

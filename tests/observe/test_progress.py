@@ -73,6 +73,11 @@ def test_the_time_left_goes_by_the_steps_after_the_first(
         progress.step(metrics(100))
         now += 2
         progress.step(metrics(101))
-    first, second = capsys.readouterr().out.splitlines()
+        progress.step(metrics(98))  # it went back
+        now += 2
+        progress.step(metrics(99))
+    first, second, third, fourth = capsys.readouterr().out.splitlines()
     assert first.endswith("left -")
     assert second.endswith("left 1:59:58")  # 3599 steps of 2 s
+    assert third.endswith("left -")
+    assert fourth.endswith("left 2:00:02")

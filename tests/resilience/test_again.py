@@ -14,7 +14,7 @@ import pytest
 
 from shoal.launch.errors import RankError
 from shoal.launch.failure import End, Scene
-from shoal.launch.local import _failed, _say_restart
+from shoal.launch.local import _failed, _say_restart, _was_stopped
 from shoal.launch.nursery import Event, Order
 from shoal.launch.ranks import Ranks
 from shoal.resilience.restarts import Failure, Restarts
@@ -64,8 +64,8 @@ def test_a_lost_process_that_forked_ranks_is_done_with_before_there_is_another(
     assert log == ["start", "leave"] * 2
 
 
-def failure(run: Run, *, secondary: bool, began_at: float) -> Failure:
-    error = RankError(0, "here", 1, 0, "start", "RuntimeError", "no", "", "", time.time(), secondary)
+def failure(run: Run, *, secondary: bool, began_at: float, kind: str = "RuntimeError") -> Failure:
+    error = RankError(0, "here", 1, 0, "start", kind, "no", "", "", time.time(), secondary)
     ends = [End(0, 1, time.time(), None, error)]
     return _failed(run, Scene(ends), began_at, quiet=True)[1]
 
@@ -89,3 +89,29 @@ def test_a_disk_that_is_full_does_not_keep_a_run_from_going_on(tmp_path: Path) -
     run = Run(tmp_path)
     run.events_file.mkdir(parents=True)  # nothing can be written
     _say_restart(run, Restarts(1), Failure("full", raised=True, begun=0, done=1), quiet=True)
+
+
+def test_an_error_after_a_run_went_back_is_after_steps_that_went_well(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.create()
+    began_at = time.time() - 1
+    run.event("start", step=10)
+    run.event("rewind", step=15, to=5)
+    assert failure(run, secondary=False, began_at=began_at).begun == 5
+
+
+def test_a_disk_that_hangs_is_no_reason_to_start_again(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.create()
+    found = failure(
+        run, secondary=False, began_at=time.time(), kind="shoal.resilience.handover.SaveStuckError"
+    )
+    assert Restarts(3).refuse(found._replace(done=9, begun=0)) == found.final != ""
+
+
+def test_what_was_noted_after_a_stop_does_not_make_it_another_end(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.create()
+    for kind in ("start", "stop", "alert"):
+        run.event(kind)
+    assert _was_stopped(run, unfinished=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.folder import list_checkpoints
-from shoal.checkpoint.parts import write_parts
+from shoal.checkpoint.parts import side_by_side, write_parts
 from shoal.checkpoint.plain import whole_tensors
 from shoal.checkpoint.store import model_state, save
 from shoal.config import Settings
@@ -24,11 +26,11 @@ from shoal.launch.local import Outcome
 from shoal.launch.worker import StopFlag
 from shoal.observe.host import Memory
 from shoal.observe.status import RankStatus
-from shoal.resilience.handover import HandOver, hand_over
+from shoal.resilience.handover import HandOver, SaveStuckError, hand_over
 from shoal.resilience.saver import SAVES, Saver, Ways, saver
 from shoal.run import CheckpointPolicy, Run, read_json_lines
 from shoal.train.loop import train
-from shoal.world import DeadlineError, World, join_world
+from shoal.world import World, join_world
 from tests.checkpoint.test_reshard import Case, set_up
 from tests.checkpoint.test_store import AWKWARD
 from tests.ranks import run_all, run_ranks
@@ -242,7 +244,7 @@ def test_a_save_that_hangs_is_given_up_and_never_becomes_a_checkpoint(
         hand_over = HandOver(made.ways[0], world)
         assert hand_over.take(1, state(1), {}, time.monotonic(), keep=2)
         assert hangs.wait(20)
-        with pytest.raises(DeadlineError, match=r"nothing has been written for 0\.3 s"):
+        with pytest.raises(SaveStuckError, match=r"nothing has been written for 0\.3 s"):
             hand_over.wait()
         made.settle()  # those ranks are gone
         again = HandOver(made.ways[0], world)
@@ -315,3 +317,21 @@ def test_paths_that_lead_to_another_process_are_not_followed(tmp_path: Path) -> 
         hand = HandOver(other, world)
         assert not hand.take(1, state(1), {}, time.monotonic(), keep=2)
         assert "it is of another process" in hand.problem
+
+
+def test_a_thread_that_never_returns_does_not_keep_a_process() -> None:
+    program = (
+        "import threading\n"
+        "from shoal.checkpoint.parts import side_by_side\n"
+        "inside = threading.Event()\n"
+        "def hang(item): inside.set(); threading.Event().wait()\n"
+        "threading.Thread(target=side_by_side, args=(hang, [1, 2], 2), daemon=True).start()\n"
+        "inside.wait()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=20)
+
+
+def test_work_side_by_side_comes_in_order_and_its_first_error_is_raised() -> None:
+    assert side_by_side(lambda item: 2 * item, list(range(20)), 3) == list(range(0, 40, 2))
+    with pytest.raises(ZeroDivisionError):
+        side_by_side(lambda item: 1 / item, [1.0, 0.0, 2.0], 2)

@@ -149,6 +149,17 @@ def test_checkpoints_of_before_an_earlier_rewind_are_not_gone_back_to(
     ]
 
 
+def test_checkpoints_of_the_way_that_was_left_are_gone(right: Path, tmp_path: Path) -> None:
+    """Else a run that is stopped soon after going back would go on from one of them, and meet the spike again."""
+    settings = settings_for(tmp_path, Plan(), "run")
+    run_ranks(1, run, settings, Stop(0, "load", BAD - REWIND))
+    there = [found.step for found in list_checkpoints(tmp_path / "run" / "checkpoints")[0]]
+    assert there[-1] == 4 and 6 not in there
+    run_ranks(1, run, settings)
+    assert losses(tmp_path / "run") == losses(right)
+    assert len(rewinds(tmp_path / "run")) == 1
+
+
 @pytest.mark.usefixtures("warm_nursery")
 def test_state_in_memory_is_of_the_time_after_a_run_went_back(right: Path, tmp_path: Path) -> None:
     policy = {"every": 3, "memory_every": 1}
