@@ -50,7 +50,8 @@ def main() -> int:
     options = _options()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.repeat:
-        return repeat(range(options.first, options.first + options.repeat), options.out)
+        seeds = range(options.first, options.first + options.repeat)
+        return repeat(seeds, options.precisions.split(","), options.out)
     rows: list[dict[str, Any]] = []
     for model, precision, ranks in product(
         options.models.split(","), options.precisions.split(","), map(int, options.ranks.split(","))
@@ -130,15 +131,15 @@ def page(rows: list[dict[str, Any]], steps: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def repeat(all_seeds: range, out: Path) -> int:
-    """Compare right code again and again, each time with other weights and data."""
+def repeat(all_seeds: range, precisions: list[str], out: Path) -> int:
+    """Compare right code again and again, each time with other weights and data; bf16 is also compared in fp32."""
     accused: list[str] = []
     ratios: list[float] = []
     for at in range(0, len(all_seeds), AT_ONCE):
         seeds = all_seeds[at : at + AT_ONCE]
         named = [
             (f"{model}, seed {seed}, {precision}", settings, plan)
-            for (model, plans), precision, seed in product(FEW.items(), ("fp32", "bf16"), seeds)
+            for (model, plans), precision, seed in product(FEW.items(), precisions, seeds)
             for settings in [_small_job(model, seed, precision)]
             for plan in plans
         ]

@@ -27,15 +27,15 @@ class CheckpointPolicy(Section):
 
     every: int = Field(0, ge=0, description="optimizer steps between checkpoints; 0: only at the end")
     last: bool = Field(True, description="also write one when the run ends")
-    asynchronous: bool | None = Field(
-        None,
-        description="ranks only copy what they save every so many steps, and do not wait until it is written; left out: on CPUs",
-    )
     keep: int = Field(2, ge=2, description="newest complete checkpoints that are kept")
     memory_every: int = Field(
         0,
         ge=0,
         description="steps between copies of the state in this machine's memory, for restarts; 0: none",
+    )
+    asynchronous: bool | None = Field(
+        None,
+        description="ranks only copy what they save every so many steps, and do not wait until it is written; left out: on CPUs",
     )
 
     @field_validator("keep", mode="before")
