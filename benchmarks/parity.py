@@ -28,7 +28,7 @@ from shoal.verify.run import Verdict, ends_and_experts, every_plan, verify, veri
 
 JOB = Path(__file__).resolve().parents[1] / "examples" / "quickstart.toml"
 MODELS = {"dense": (), "moe": ("model.family=moe", "model.preset=8x5m")}
-FEW = {
+FEW: dict[str, tuple[Plan, ...]] = {
     "dense": (Plan(tensor=2), Plan(context=2), Plan(pipeline=2), Plan(shard=2), Plan(replicate=2)),
     "moe": (Plan(shard=2, expert=2), Plan(tensor=2, expert=2), Plan(replicate=2)),
 }
@@ -51,7 +51,8 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     if options.repeat:
         seeds = range(options.first, options.first + options.repeat)
-        return repeat(seeds, options.precisions.split(","), options.out)
+        few = {model: FEW[model] for model in options.models.split(",")}
+        return repeat(seeds, few, options.precisions.split(","), options.out)
     rows: list[dict[str, Any]] = []
     for model, precision, ranks in product(
         options.models.split(","), options.precisions.split(","), map(int, options.ranks.split(","))
@@ -131,7 +132,7 @@ def page(rows: list[dict[str, Any]], steps: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def repeat(all_seeds: range, precisions: list[str], out: Path) -> int:
+def repeat(all_seeds: range, few: dict[str, tuple[Plan, ...]], precisions: list[str], out: Path) -> int:
     """Compare right code again and again, each time with other weights and data; bf16 is also compared in fp32."""
     accused: list[str] = []
     ratios: list[float] = []
@@ -139,7 +140,7 @@ def repeat(all_seeds: range, precisions: list[str], out: Path) -> int:
         seeds = all_seeds[at : at + AT_ONCE]
         named = [
             (f"{model}, seed {seed}, {precision}", settings, plan)
-            for (model, plans), precision, seed in product(FEW.items(), precisions, seeds)
+            for (model, plans), precision, seed in product(few.items(), precisions, seeds)
             for settings in [_small_job(model, seed, precision)]
             for plan in plans
         ]

@@ -20,8 +20,9 @@ from shoal.parallel.precision import types_of
 from shoal.plan import Plan
 from shoal.verify.record import Record
 
-SLACK = 8.0
-"""Errors of two roundings of one computation differ by chance; in benchmarks/results/parity.json their ratio is at most 4.5."""
+SLACK = 12.0
+"""Errors of two roundings of one computation differ by chance: in benchmarks/results/parity.json their ratio is at most 6.4, in
+benchmarks/results/parity_seeds.json, over many seeds, 7.7."""
 
 
 AMPLIFIED = 100.0
@@ -96,22 +97,21 @@ def compare(
         allowed: relative error that reordered sums explain, from `rounding`.
         buffers: compare these, too; see `same_batches`.
         jumps: rounding may send a token to another expert, which changes some parameters' gradients much, and others' little:
-            which, is chance. So a parameter may be off as far as any of one device's is, in the same step.
+            which and when is chance. So errors of gradients are relative to the whole gradient, and a parameter may be off as
+            far as any of one device's is in any step.
     """
     if plan.initial != one.initial:
         first = Difference("hash of the initial weights", None, math.inf, 0.0)
         return Comparison(math.inf, math.inf, math.inf, "", math.inf, first)
     judged: list[Difference] = []
     worst = (0.0, "")
-    for step in range(len(exact.losses)):
-        scale = exact.norms[step] * 1e-3
-        truths = exact.gradients[step]
-        owns = {name: _error(one.gradients[step].get(name), truth, scale) for name, truth in truths.items()}
-        most = max(owns.values(), default=0.0)
-        for name, truth in truths.items():
-            error = _error(plan.gradients[step].get(name), truth, scale)
+    scales = [norm * (1.0 if jumps else 1e-3) for norm in exact.norms]
+    owns_by_step = _gradient_errors(one, exact, scales)
+    most = max((error for owns in owns_by_step for error in owns.values()), default=0.0)
+    for step, errors in enumerate(_gradient_errors(plan, exact, scales)):
+        for name, error in errors.items():
             worst = max(worst, (error, name))
-            own = most if jumps else owns[name]
+            own = most if jumps else owns_by_step[step][name]
             judged.append(_judge(f"gradient of {name!r}", step + 1, error, own, allowed))
         for what, truth, ours, theirs in (
             ("gradient norm", exact.norms[step], one.norms[step], plan.norms[step]),
@@ -137,6 +137,14 @@ def compare(
         max(one.error / one.tolerance for one in judged),
         Allowed(*(_of_furthest(judged, kind) for kind in ("loss", "gradient norm", "gradient of", "weight"))),
     )
+
+
+def _gradient_errors(found: Record, exact: Record, scales: list[float]) -> list[dict[str, float]]:
+    """Of each step, each parameter's: see `_error`."""
+    return [
+        {name: _error(found.gradients[step].get(name), truth, scales[step]) for name, truth in truths.items()}
+        for step, truths in enumerate(exact.gradients)
+    ]
 
 
 def _judge(what: str, step: int, error: float, own: float, allowed: float) -> Difference:
