@@ -21,8 +21,8 @@ from shoal.plan import Plan
 from shoal.verify.record import Record
 
 SLACK = 12.0
-"""Errors of two roundings of one computation differ by chance: in benchmarks/results/parity.json their ratio is at most 6.4, in
-benchmarks/results/parity_seeds.json, over many seeds, 7.7."""
+"""Errors of two roundings of one computation differ by chance: in benchmarks/results/parity.json their ratio is at most 6.4, and
+over 33 seeds of a few plans (benchmarks/parity.py --repeat) it was 7.7."""
 
 
 AMPLIFIED = 100.0
