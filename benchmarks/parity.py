@@ -123,6 +123,13 @@ def page(rows: list[dict[str, Any]], steps: int) -> str:
         "| model | precision | plan | loss | gradient norm | worst gradient | weights | within |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
     ]
+    older = sum(entry.get("relative_to") == "parameter" for entry in rows)
+    if older:  # kept from before `jumps` in shoal/verify/compare.py was by the whole gradient
+        at = lines.index(
+            "| model | precision | plan | loss | gradient norm | worst gradient | weights | within |"
+        )
+        text = "Gradients of experts in bf16 are relative to the whole gradient; on 8 ranks each is to its parameter's."
+        lines[at:at] = [text, ""]
     for entry in rows:
         errors = " | ".join(
             f"{entry[name]:.0e}" if name in entry else "" for name in ("loss", "norm", "gradient", "weights")
