@@ -69,6 +69,25 @@ class RunPolicy(Section):
     )
     init_method: str = Field("env://", description='"env://", "tcp://host:port" or "file:///path"')
     deadline_s: float = Field(600.0, gt=0, description="longest wait for another rank, seconds")
+    nodes: str = Field(
+        "",
+        pattern=r"^([1-9][0-9]*(:[1-9][0-9]*)?)?$",
+        description='machines that each run `shoal train` with this run.dir: "4", or "2:4" for as many as are there; '
+        "left out: this one alone",
+    )
+    ranks_per_node: int | None = Field(
+        None,
+        ge=1,
+        description="ranks of each machine, with run.nodes; left out: one a GPU, or the plan's share",
+    )
+    interface: str | None = Field(
+        None,
+        description="network interface by which machines reach this one; left out: that of the default route",
+    )
+    node_deadline_s: float = Field(
+        10.0, gt=0, description="a machine that is not heard for so long is lost, seconds"
+    )
+    nodes_wait_s: float = Field(600.0, gt=0, description="longest wait for machines to come, seconds")
     collectives: Literal["auto", "note", "compare", "off"] = Field(
         "auto",
         description='"note": what each rank calls is kept for reports; "compare": ranks also tell each other before each call, '
@@ -80,6 +99,18 @@ class RunPolicy(Section):
     restarts: int = Field(
         3, ge=0, description="how often in a row a failed run is started again without getting any further"
     )
+
+    @field_validator("nodes", mode="before")
+    @classmethod
+    def _number_as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @property
+    def nodes_from_to(self) -> tuple[int, int] | None:
+        """The fewest and the most machines; None for a run on one."""
+        least, _, most = self.nodes.partition(":")
+        return (int(least), int(most or least)) if least else None
+
     faults: str = Field(
         "", description='failures to inject, such as "kill rank=1 step=7; hang rank=0 step=9"'
     )
@@ -176,15 +207,15 @@ class Run:
             ) from error
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the directory: two runs at once in one directory would mix their files.
+    def locked(self, *, shared: bool = False) -> Iterator[None]:
+        """Hold the directory: two runs at once in one directory would mix their files. `shared`: with others of the same run.
 
         Raises:
             ValueError: another run holds it.
         """
         with (self.path / ".lock").open("w") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ValueError(
                     f"run.dir = {str(self.path)!r} is in use by another run; wait for it, or choose another run.dir"

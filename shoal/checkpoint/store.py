@@ -57,19 +57,32 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save(
-    folder: Path, step: int, state: dict[str, Tensor], facts: dict[str, Any], world: World, *, keep: int
+    folder: Path,
+    step: int,
+    state: dict[str, Tensor],
+    facts: dict[str, Any],
+    world: World,
+    *,
+    keep: int,
+    refused: Callable[[], str] = lambda: "",
 ) -> Path:
     """Write a checkpoint and prune older ones. Collective; returns its folder on every rank.
 
     Args:
         step: optimizer steps that are in the state.
         facts: written into the manifest: the job, the plan.
+        refused: asked on rank 0, before anything is written and before it counts: why it must not be, or nothing.
 
     Raises:
-        CheckpointError: on every rank, when any could not write, or holds something that is no tensor. Earlier
+        CheckpointError: on every rank, when any could not write, or holds something that is no tensor, or it was refused. Earlier
             checkpoints are untouched.
     """
-    _agree(world, "save a checkpoint", not_a_tensor(state), CheckpointError)
+    _agree(
+        world,
+        "save a checkpoint",
+        not_a_tensor(state) or (world.is_main and refused()) or "",
+        CheckpointError,
+    )
     aside, save_id = _start(folder, step, world)
     threads = max(1, _threads(world) // 2)  # each keeps a core busy with checksums
     writer = Writer(aside, Origin(save_id, step, world.rank, world.size), threads)
@@ -81,7 +94,7 @@ def save(
         problem = _cause(error)
     except OSError as error:
         problem = str(error)
-    if world.is_main and problem:
+    if world.is_main and (problem := problem or refused()):
         problem = give_up(aside, problem, writer.needed_bytes)
     elif world.is_main:
         contents = Contents(facts | {"torch": torch.__version__}, writer.tensors)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import typer
+
+if TYPE_CHECKING:
+    from shoal.config import Settings
+    from shoal.launch.after import Outcome
 
 
 def train(
@@ -12,35 +17,55 @@ def train(
     overrides: list[str] = typer.Argument(None, help="key=value words, such as plan.shard=2 train.steps=50"),
     as_json: bool = typer.Option(False, "--json", help="Print how it ended as JSON, for machines."),
 ) -> None:
-    """Train here, on whatever this machine has.
+    """Train here, on whatever this machine has; with run.nodes=N, on N machines that each run this command.
 
     Example: shoal train examples/quickstart.toml train.steps=20
     """
-    from shoal.cli.show import data_progress, fail, stdout_on_stderr
+    from shoal.cli.show import fail, stdout_on_stderr
     from shoal.config import load
+
+    settings = load(job, overrides or [])
+    run = _on_this_machine if settings.run.nodes_from_to is None else _on_several_machines
+    try:
+        with stdout_on_stderr(active=as_json):
+            outcome = run(settings, as_json)
+    except ValueError as error:
+        raise fail(str(error)) from error
+    if as_json:
+        told = {
+            "state": outcome.state,
+            "step": outcome.step,
+            "run": settings.run.dir,
+            "report": outcome.report,
+        }
+        typer.echo(json.dumps(told))
+    raise typer.Exit(1 if outcome.state == "failed" else 0)
+
+
+def _on_this_machine(settings: Settings, as_json: bool) -> Outcome:
+    from shoal.cli.show import data_progress
     from shoal.launch.local import launch
     from shoal.launch.ready import device_of, make_ready
 
-    settings = load(job, overrides or [])
     with data_progress(shown=not as_json) as progress:
         settings = make_ready(
             settings, progress=progress, searched=lambda line: typer.echo(f"shoal: {line}", err=True)
         )
     assert settings.plan is not None
-    try:
-        with stdout_on_stderr(active=as_json):
-            outcome = launch(settings, settings.plan.world_size, device=device_of(settings))
-    except ValueError as error:
-        raise fail(str(error)) from error
-    if as_json:
-        typer.echo(
-            json.dumps(
-                {
-                    "state": outcome.state,
-                    "step": outcome.step,
-                    "run": settings.run.dir,
-                    "report": outcome.report,
-                }
-            )
-        )
-    raise typer.Exit(1 if outcome.state == "failed" else 0)
+    return launch(settings, settings.plan.world_size, device=device_of(settings))
+
+
+def _on_several_machines(settings: Settings, as_json: bool) -> Outcome:
+    from shoal.cli.show import data_progress
+    from shoal.launch.nodes.launch import launch_on_nodes
+    from shoal.launch.ready import device_of, make_ready, with_data
+    from shoal.world import detect_cluster
+
+    with data_progress(shown=not as_json) as progress:
+        with_data(settings, progress)
+    return launch_on_nodes(
+        settings,
+        lambda said, ranks: make_ready(said, ranks=ranks),
+        detect_cluster(),
+        device=device_of(settings),
+    )

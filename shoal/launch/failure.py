@@ -65,6 +65,14 @@ class Culprit(NamedTuple):
     """ranks made different calls: what they have computed since is wrong"""
 
 
+class Gone(NamedTuple):
+    """A machine that is lost, with its ranks."""
+
+    name: str
+    ranks: Sequence[int]
+    why: str
+
+
 class Scene(NamedTuple):
     """What a launcher saw: how ranks ended, most memory in use, kills for want of it, seconds of a stall."""
 
@@ -78,6 +86,8 @@ class Scene(NamedTuple):
     """what speaks for leaving a GPU out"""
     calls: Mapping[int, Calls] = {}
     """what ranks called last"""
+    gone: Gone | None = None
+    """a machine that ended, or was not heard any more, while its ranks ran"""
 
 
 def read_ends(folder: Path, codes: dict[int, tuple[int | None, float]]) -> list[End]:
@@ -133,6 +143,8 @@ def find_culprit(scene: Scene) -> Culprit:
     ends = scene.ends
     if mismatch := find_mismatch(scene.calls):
         return _differing(mismatch)
+    if (gone := scene.gone) and not _failed_before(scene):
+        return Culprit(gone.ranks[0], f"{gone.name} is gone, with {ranks_text(gone.ranks)}: {gone.why}", [])
     if scene.lost and not any(end.error for end in ends):
         headline = (
             f"the process that started the ranks is gone, and they ended with it; rank 0 was {ends[0].place}"
@@ -161,6 +173,12 @@ def find_culprit(scene: Scene) -> Culprit:
     end = min((end for end in ends if end.error), key=lambda end: end.error.time if end.error else 0.0)
     assert end.error is not None, "ranks end by an error, a signal, an exit code, or not at all"
     return _failed(end, end.error)
+
+
+def _failed_before(scene: Scene) -> bool:
+    """Whether a rank of another machine failed by itself, for which a lost machine may have been waiting."""
+    there = [end for end in scene.ends if scene.gone is None or end.rank not in scene.gone.ranks]
+    return any((end.error and not end.error.secondary) or _died(end) for end in there)
 
 
 def behind(alive: Sequence[End]) -> End:

@@ -20,10 +20,13 @@ import signal
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal.config import Settings
 from shoal.launch.worker import die_with, run_rank
+from shoal.resilience.epochs import EPOCH
+from shoal.resilience.faults import LAUNCHER
 from shoal.resilience.saver import SAVES, Ways
 from shoal.resilience.snapshot import KEPT
 
@@ -39,6 +42,22 @@ PRELOAD = (
 )
 
 
+class Place(NamedTuple):
+    """Ranks of one machine among all ranks of a run."""
+
+    first: int
+    """the number of its first rank"""
+    size: int
+    """ranks of all machines"""
+    address: str
+    """of the machine of rank 0"""
+    port: int
+    """of rank 0's store there; 0 on that machine, which chooses it"""
+    epoch: int
+    interface: str
+    """the network interface of this machine by which it is reached"""
+
+
 class Order(NamedTuple):
     """What a nursery is to do: settings as TOML, the function of a rank, ranks, device, the launcher's process."""
 
@@ -51,6 +70,8 @@ class Order(NamedTuple):
     """a path a rank, of memory that the launcher holds: see `shoal.resilience.snapshot`"""
     saves: tuple[Ways, ...] = ()
     """for each rank, how it hands saves over: see `shoal.resilience.saver`"""
+    place: Place | None = None
+    """where these ranks stand among those of other machines; None: they are all"""
 
 
 class Event(NamedTuple):
@@ -65,13 +86,19 @@ class Event(NamedTuple):
 def main(events: int) -> int:
     number = 0
     while line := sys.stdin.readline():
-        order = Order(*json.loads(line))
+        order = as_order(json.loads(line))
         if not number:
             _begin(order)
         if (code := _generation(order, events)) is not None:
             return code  # of a rank
         number += 1
     return 0
+
+
+def as_order(fields: Sequence[Any]) -> Order:
+    """An order from what JSON made of it."""
+    order = Order(*fields)
+    return order._replace(place=Place(*order.place)) if order.place is not None else order
 
 
 def _begin(order: Order) -> None:
@@ -86,6 +113,8 @@ def _generation(order: Order, events: int) -> int | None:
     """Fork the ranks of an order and wait for all of them; in a rank, its exit code."""
     settings = Settings.from_toml(order.settings)
     server = _preload(order, settings)
+    if order.place is not None and order.place.first == 0:
+        _tell(events, server.getsockname()[1])
     pids: dict[int, int] = {}
     parent = os.getpid()
     # a rank is born with these ignored; blocked, they wait until it listens (see StopFlag.listen)
@@ -121,28 +150,42 @@ def _preload(order: Order, settings: Settings) -> socket.socket:
         importlib.import_module(name)
     with contextlib.suppress(Exception):  # the ranks import it again, and report what is wrong
         importlib.import_module(order.target.partition(":")[0])
-    from shoal.world.rendezvous import listen
+    from shoal.world.rendezvous import listen, listen_on
 
+    if order.place is not None and order.place.first == 0:
+        return listen_on(order.place.address)
     return listen("127.0.0.1", 0)
 
 
 def _be_rank(order: Order, settings: Settings, rank: int, server: socket.socket) -> int:
+    port = server.getsockname()[1]
+    there = order.place or Place(0, order.ranks, "127.0.0.1", port, 0, "lo")
+    number = there.first + rank
     place = {
-        "RANK": rank,
-        "WORLD_SIZE": order.ranks,
+        "RANK": number,
+        "WORLD_SIZE": there.size,
         "LOCAL_RANK": rank,
         "LOCAL_WORLD_SIZE": order.ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": server.getsockname()[1],
+        "MASTER_ADDR": there.address,
+        "MASTER_PORT": there.port or port,
     }
-    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update({name: str(value) for name, value in place.items()} | {LAUNCHER: str(order.launcher)})
     if order.kept:
-        os.environ[KEPT] = order.kept[rank]
+        os.environ[KEPT] = json.dumps([order.kept[rank], *order.kept])
     if order.saves:
         os.environ[SAVES] = json.dumps(order.saves[rank])
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host
-    ranks = order.ranks  # all are on this host
-    error = run_rank(settings, order.target, rank, lambda: _open(order, settings, rank, server), ranks, ranks)
+    if order.place is not None:
+        os.environ[EPOCH] = str(there.epoch)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", there.interface)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", there.interface)
+    error = run_rank(
+        settings,
+        order.target,
+        number,
+        lambda: _open(order, settings, number, server),
+        order.ranks,
+        there.size,
+    )
     return 0 if error is None else 1
 
 
@@ -151,7 +194,8 @@ def _open(order: Order, settings: Settings, rank: int, server: socket.socket) ->
     from shoal.world.rendezvous import Waits, serve
 
     run = settings.run
-    mine = rank == 0 and order.ranks > 1 and run.init_method == "env://"
+    size = order.ranks if order.place is None else order.place.size
+    mine = rank == 0 and size > 1 and run.init_method == "env://"
     store = serve(server, Waits(run.deadline_s, run.deadline_s)) if mine else server.close()
     return join_world(
         backend=run.backend,
@@ -162,7 +206,8 @@ def _open(order: Order, settings: Settings, rank: int, server: socket.socket) ->
     )
 
 
-def _tell(events: int, event: Event) -> None:
+def _tell(events: int, event: Event | int) -> None:
+    """An event, or the port of rank 0's store."""
     os.write(events, (json.dumps(event) + "\n").encode())
 
 

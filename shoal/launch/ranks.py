@@ -11,9 +11,30 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import IO, Self
+from typing import IO, Protocol, Self
 
+from shoal.launch.failure import Gone
 from shoal.launch.nursery import Event, Order
+
+
+class Crew(Protocol):
+    """Ranks of a run, here or on several machines, as `Watch` sees them."""
+
+    ranks: int
+    lost: bool
+    pids: dict[int, int]
+    ended: dict[int, tuple[int | None, float]]
+
+    @property
+    def running(self) -> bool: ...
+    @property
+    def alive(self) -> list[int]: ...
+    @property
+    def gone(self) -> Gone | None: ...
+    def listen(self, seconds: float) -> None: ...
+    def pause(self, seconds: float) -> None: ...
+    def send(self, number: signal.Signals) -> None: ...
+    def codes(self) -> dict[int, tuple[int | None, float]]: ...
 
 
 @dataclass(eq=False)
@@ -27,6 +48,8 @@ class Ranks:
     pids: dict[int, int] = field(default_factory=dict)
     ended: dict[int, tuple[int | None, float]] = field(default_factory=dict)
     lost: bool = False
+    port: int = 0
+    """of rank 0's store, where other machines have ranks too"""
     _unread: bytes = b""
 
     @classmethod
@@ -48,6 +71,7 @@ class Ranks:
         """Have the ranks of an order forked; all those of the one before have ended."""
         self.pids.clear()
         self.ended.clear()
+        self.port, self.ranks = 0, order.ranks
         with suppress(BrokenPipeError):  # it is gone, which its events say
             self.orders.write(json.dumps(order) + "\n")
             self.orders.flush()
@@ -87,7 +111,11 @@ class Ranks:
         self.lost = not data and len(self.ended) < self.ranks
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
-            event = Event(*json.loads(line))
+            said = json.loads(line)
+            if isinstance(said, int):
+                self.port = said
+                continue
+            event = Event(*said)
             self.pids[event.rank] = event.pid
             if event.code is not None:
                 self.ended[event.rank] = (event.code, event.time)
@@ -97,6 +125,15 @@ class Ranks:
         for rank in self.alive:
             with suppress(ProcessLookupError):
                 os.kill(self.pids[rank], number)
+
+    def pause(self, seconds: float) -> None:
+        """Give ranks the time to do what they were asked for."""
+        time.sleep(seconds)
+
+    @property
+    def gone(self) -> Gone | None:
+        """A machine that ended, or is not heard any more: another than this."""
+        return None
 
     def codes(self) -> dict[int, tuple[int | None, float]]:
         return {rank: self.ended.get(rank, (None, time.time())) for rank in range(self.ranks)}

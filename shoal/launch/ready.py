@@ -67,7 +67,7 @@ def make_ready(
         plan = _searched(settings, cluster, searched) or complete_plan(settings, cluster)
         check(settings.job, plan, cluster)
         asked = drawn(parse_faults(settings.run.faults), plan.world_size, settings.train.steps)
-        require_possible(asked, plan.world_size, settings.train.steps)
+        require_possible(asked, plan.world_size, settings.train.steps, nodes=bool(settings.run.nodes))
         require_copies(settings.run.compare_every, plan)
         if settings.model.family.startswith(HF):
             check_hugging_face(settings, plan)

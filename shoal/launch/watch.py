@@ -6,14 +6,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 
 from shoal.launch.failure import End, Scene, holds_up, is_compiling, line_of, read_ends
 from shoal.launch.progress import CallWatch, Quiet
-from shoal.launch.ranks import Ranks
+from shoal.launch.ranks import Crew
 from shoal.launch.worker import SAME_STOP_S
 from shoal.observe import host
 from shoal.observe.calls import Calls, read_all_calls
@@ -33,12 +34,15 @@ class Requests:
     """Signals that the launcher got; a person's Ctrl-C and a scheduler's copy of it count once."""
 
     count: int = 0
+    last: int = 0
+    """the number of the newest"""
     _last: float = -SAME_STOP_S
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if now - self._last > 0.2:
             self.count += 1
+            self.last = number
         self._last = now
 
 
@@ -63,12 +67,17 @@ class Watch:
     """What the launcher does while ranks run: pass on signals, notice an end or a stall, remember memory."""
 
     run: Run
-    nursery: Ranks
+    nursery: Crew
     requests: Requests
     deadline_s: float
     calls: CallWatch
+    folder: Path
+    """where the ranks' files are read"""
+    leaves_room: Callable[[], bool] = lambda: False
+    """asked whether ranks are to stop in an orderly way, since there will be more or fewer of them"""
     quiet: Quiet = field(default_factory=Quiet)
     passed_on: int = 0
+    made_room: bool = False
     warned: float = 0.0
     began: float = field(default_factory=time.monotonic)
     began_at: float = field(default_factory=time.time)
@@ -82,6 +91,8 @@ class Watch:
         while self.nursery.running:
             self.nursery.listen(POLL_S)
             self._pass_on()
+            if self.nursery.gone is not None:
+                return self._stop_all(0.0)
             if any(code for code, _ in self.nursery.ended.values()) or self.passed_on > 1:
                 return self._stop_all(0.0)
             if time.monotonic() >= next_look:
@@ -97,10 +108,10 @@ class Watch:
         return None if self._ended_well() else self._stop_all(0.0)
 
     def ends(self) -> list[End]:
-        return read_ends(self.run.ranks, self.nursery.codes())
+        return read_ends(self.folder, self.nursery.codes())
 
     def _ended_well(self) -> bool:
-        if self.nursery.lost or any(code for code, _ in self.nursery.ended.values()):
+        if self.nursery.lost or self.nursery.gone or any(code for code, _ in self.nursery.ended.values()):
             return False
         return find_mismatch(self._read_calls()) is None  # after the last look
 
@@ -118,13 +129,16 @@ class Watch:
         return differ
 
     def _read_calls(self) -> dict[int, Calls]:
-        return read_all_calls(self.run.ranks, range(self.nursery.ranks))
+        return read_all_calls(self.folder, range(self.nursery.ranks))
 
     def _pass_on(self) -> None:
         all_there = len(self.nursery.pids) == self.nursery.ranks
         if self.requests.count > self.passed_on and (all_there or self.requests.count > 1):
             self.passed_on = self.requests.count
             self.nursery.send(signal.SIGTERM if self.passed_on == 1 else signal.SIGKILL)
+        elif all_there and not self.made_room and not self.passed_on and self.leaves_room():
+            self.made_room = True
+            self.nursery.send(signal.SIGTERM)
 
     def _stop_all(self, stalled_s: float) -> Scene:
         """Let the others end by themselves for a moment, take the stacks of those that do not, and kill."""
@@ -134,14 +148,15 @@ class Watch:
         self._take_stacks()
         oom_kills = host.oom_kills() - self.oom_before
         calls = self._read_calls()
-        scene = Scene(self.ends(), self.most_memory, oom_kills, stalled_s, self.nursery.lost, calls=calls)
+        lost, gone = self.nursery.lost, self.nursery.gone
+        scene = Scene(self.ends(), self.most_memory, oom_kills, stalled_s, lost, calls=calls, gone=gone)
         self.nursery.send(signal.SIGKILL)
         return scene
 
     def _take_stacks(self) -> None:
         if self.nursery.alive:
             self.nursery.send(signal.SIGUSR1)
-            time.sleep(STACK_S)
+            self.nursery.pause(STACK_S)
 
     def _stalled_s(self, ends: list[End]) -> float:
         changes = [end.status.monotonic for end in ends if end.status]

@@ -127,6 +127,18 @@ def read_all_calls(folder: Path, ranks: Iterable[int]) -> dict[int, Calls]:
     return {rank: calls for rank, calls in found.items() if calls is not None}
 
 
+def moved_calls(raw: bytes, monotonic_s: float) -> bytes:
+    """The contents of a file of another machine, by the clock of this one, which is ahead by so much."""
+    if len(raw) != SIZE_BYTES:
+        return raw
+    found = bytearray(raw)
+    for at in range(_RECORDS_AT, SIZE_BYTES, _RECORD.size):
+        place, group, number, when, *rest = _RECORD.unpack_from(found, at)
+        if place:
+            _RECORD.pack_into(found, at, place, group, number, when + monotonic_s, *rest)
+    return bytes(found)
+
+
 def _unpack(raw: bytes) -> Calls:
     groups: list[Group] = []
     counts: list[int] = []

@@ -132,6 +132,18 @@ def read_status(path: Path) -> Status | None:
     return _unpack(raw, torn=True)  # its writer was killed inside a write
 
 
+def moved_status(raw: bytes, wall_s: float, monotonic_s: float) -> bytes:
+    """The contents of a status file of another machine, by the clocks of this one, which are ahead by so much."""
+    if len(raw) < SIZE_BYTES:
+        return raw
+    fields = list(_BODY.unpack_from(raw, _SEQUENCE.size))
+    fields[4] += wall_s
+    fields[5] += monotonic_s
+    found = bytearray(raw)
+    _BODY.pack_into(found, _SEQUENCE.size, *fields)
+    return bytes(found)
+
+
 def mapped(path: Path, size_bytes: int) -> mmap.mmap:
     """A fresh file of zeros in place of any older one, whose readers keep what they have mapped."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -26,6 +26,9 @@ STRUCK = "faults.struck"
 FLIP = "flip"  # one bit of a parameter, which nothing but a comparison notices
 EXTRA = "extra"  # a collective that the others do not make
 PARENT = "parent"  # the process that forked the ranks is killed, and they end with it
+NODE = "node"  # the launcher of the rank's machine is killed, and all its ranks end with it
+LAUNCHER = "SHOAL_LAUNCHER"
+"""the environment variable of a rank that has the number of its launcher's process"""
 LOADER = "loader"  # one of the rank's loader processes is killed, which the rank replaces
 PHASES = ("data", "forward", "reduce", "update", "eval", "save")
 SLOW_S = 2.0
@@ -106,14 +109,21 @@ def drawn(asked: list[Fault | Seeded], ranks: int, steps: int) -> list[Fault]:
     return found
 
 
-def require_possible(faults: list[Fault], ranks: int, steps: int) -> None:
-    """Raises ValueError for a rank or a step that is not there: such a fault would never strike."""
+def require_possible(faults: list[Fault], ranks: int, steps: int, *, nodes: bool = False) -> None:
+    """Raises ValueError for a rank, step or further machine (`nodes`) that is not there: such a fault would never strike, or end all.
+
+    On several machines ranks come and go, and one that is not there now may be.
+    """
     for fault in faults:
-        if not 0 <= fault.rank < ranks:
+        if fault.kind == NODE and not nodes:
+            raise ValueError(
+                "run.faults: node ends a launcher, which only a run on several machines (run.nodes) outlives"
+            )
+        if not 0 <= fault.rank < ranks and not nodes:
             raise ValueError(
                 f"run.faults: rank={fault.rank} of a {fault.kind}: this run has ranks 0 to {ranks - 1}"
             )
-        if fault.kind == EXTRA and ranks == 1:
+        if fault.kind == EXTRA and ranks == 1 and not nodes:
             raise ValueError("run.faults: a rank that is alone makes no collective; extra needs two ranks")
         if not 0 <= fault.step <= steps:
             raise ValueError(f"run.faults: step={fault.step} of a {fault.kind}: this run has {steps} steps")
@@ -144,6 +154,9 @@ class FaultyStatus(RankStatus):
                     self._flip()
                 elif fault.kind == PARENT:
                     self._end_parent()
+                elif fault.kind == NODE:
+                    os.kill(int(os.environ[LAUNCHER]), signal.SIGKILL)
+                    time.sleep(3600)  # until this rank ends with it
                 else:
                     KINDS[fault.kind](fault)
 
@@ -252,7 +265,7 @@ KINDS: dict[str, Callable[[Fault], None]] = {
     LOADER: _kill_a_loader,
     EXTRA: _call_alone,
 }
-ALL_KINDS = (*KINDS, PARENT, FLIP)
-DRAWN = tuple(kind for kind in ALL_KINDS if kind not in ("hang", "stop", "term", EXTRA, FLIP, LOADER))
+ALL_KINDS = (*KINDS, PARENT, NODE, FLIP)
+DRAWN = tuple(kind for kind in ALL_KINDS if kind not in ("hang", "stop", "term", EXTRA, FLIP, LOADER, NODE))
 """those that a seed draws: no waiting for a deadline, no orderly end, none from which there is no restart, and none that not
 every job can have"""

@@ -7,21 +7,25 @@ them end. Each rank has its own, with room for two states, so that one is whole 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import struct
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from shoal.plan import Plan
     from shoal.world import World
 
 KEPT = "SHOAL_KEPT"
-"""the environment variable of a rank that names its memory"""
+"""the environment variable of a rank that names its memory and the others of its launcher, as JSON"""
 SLOTS = 2
+TOLD = 4  # states of which a rank tells the others
 _HEADER = struct.Struct("<32sqq")  # digest of what is kept, steps done in each slot (or EMPTY)
 _HEADER_BYTES, _ALIGNED_BYTES = 4096, 64
 EMPTY = -1
@@ -55,74 +59,152 @@ class Place(NamedTuple):
 
 
 class Snapshots:
-    """One rank's side: takes states, and gives back the newest that all ranks have.
+    """One rank's side: takes states, and gives back the newest that can be had for all ranks.
+
+    A rank that has none of its own, since it is new or was elsewhere, has that of a rank that holds the same: out of another
+    memory of its launcher, or from another machine, over the replicate axis.
 
     Args:
-        path: of the memory. state: tensors by name, which are the same ones at every step.
-        about: what else must be the same for a state to be taken up again, such as the plan.
+        path: of this rank's memory. state: tensors by name, which are the same ones at every step.
+        about: what else must be the same for a state to be taken up again, such as the place among shards.
+        others: further memories of the same launcher.
     """
 
-    def __init__(self, path: str, state: Mapping[str, Tensor], about: str) -> None:
+    def __init__(
+        self, path: str, state: Mapping[str, Tensor], about: str, others: Sequence[str] = ()
+    ) -> None:
         self._places, self._slot_bytes = _places(state)
         digest = hashlib.sha256(about.encode())
         for name, tensor in sorted(state.items()):
             digest.update(f"{name} {tuple(_local(tensor).shape)} {tensor.dtype}\n".encode())
         self._digest = digest.digest()
-        self._memory = opened(path, _HEADER_BYTES + SLOTS * self._slot_bytes)
-        self._header = self._memory[:_HEADER_BYTES].numpy().data
-        if _HEADER.unpack_from(self._header)[0] != self._digest:  # new memory, or of another state
-            self._write_header([EMPTY] * SLOTS)
+        self._path = path
+        self._memory: Tensor | None = None
+        self._found = self._look([path, *others])
+        self._holders: dict[int, list[int]] = {}
+        self._mates: list[int] = []
 
     @property
     def steps(self) -> list[int]:
-        """Steps done in the state of each slot, or EMPTY."""
-        return list(_HEADER.unpack_from(self._header)[1:])
+        """Steps done in the state of each slot of this rank's memory, or EMPTY."""
+        said, *steps = _header(self._path)
+        return steps if said == self._digest else [EMPTY] * SLOTS
 
     def take(self, done: int, state: Mapping[str, Tensor]) -> None:
         """Copy the state after `done` steps over the older of the two that are there."""
-        steps = self.steps
+        memory, steps = self._own(), self.steps
         slot = steps.index(min(steps))
         steps[slot] = EMPTY
         self._write_header(steps)  # a kill from here on finds the other one whole
         for place in self._places:
             tensor = _local(state[place.name])
-            self._part(slot, place, tensor).copy_(tensor)
+            self._part(memory, slot, place, tensor).copy_(tensor)
         steps[slot] = done
         self._write_header(steps)
 
-    def newest(self, world: World) -> int | None:
-        """Steps done in the newest state that all ranks have; None if there is none. Collective."""
+    def newest(self, world: World, plan: Plan) -> int | None:
+        """Steps done in the newest state that can be had for all ranks; None if there is none. Collective."""
         import torch
         import torch.distributed as dist
 
-        mine = torch.tensor(self.steps, dtype=torch.int64, device=world.device)
+        steps = sorted(self._found, reverse=True)[:TOLD]
         if world.size == 1:
-            return max((step for step in mine.tolist() if step != EMPTY), default=None)
+            return max(steps, default=None)
+        mine = torch.tensor(steps + [EMPTY] * (TOLD - len(steps)), device=world.device)
         everyone = [torch.empty_like(mine) for _ in range(world.size)]
         dist.all_gather(everyone, mine)
-        common = set.intersection(*(set(steps.tolist()) for steps in everyone)) - {EMPTY}
-        return max(common, default=None)
+        have = [set(found.tolist()) - {EMPTY} for found in everyone]
+        alike: dict[tuple[int, ...], set[int]] = {}
+        for rank, found in enumerate(have):
+            alike.setdefault(_among_replicas(plan, rank), set()).update(found)
+        newest = max(set.intersection(*alike.values()), default=None)
+        mates = [
+            r for r in range(world.size) if _among_replicas(plan, r) == _among_replicas(plan, world.rank)
+        ]
+        self._holders = {} if newest is None else {newest: [r for r in mates if newest in have[r]]}
+        self._mates = mates
+        return newest
 
-    def give_back(self, done: int, state: Mapping[str, Tensor]) -> None:
-        """Copy the state after `done` steps, which is there, into tensors, in place; newer ones are forgotten."""
-        steps = self.steps
-        slot = steps.index(done)
-        for place in self._places:
-            tensor = _local(state[place.name])
-            tensor.copy_(self._part(slot, place, tensor))
-        self._write_header([step if step <= done else EMPTY for step in steps])
+    def give_back(self, done: int, state: Mapping[str, Tensor], world: World, plan: Plan) -> None:
+        """Copy the state after `done` steps, which `newest` found, into tensors; newer ones are forgotten. Collective."""
+        if done in self._found:
+            path, slot = self._found[done]
+            memory = self._opened(path)
+            for place in self._places:
+                tensor = _local(state[place.name])
+                tensor.copy_(self._part(memory, slot, place, tensor))
+        if world.size > 1:
+            if len(self._holders[done]) < len(self._mates):
+                self._spread(state, self._holders[done][0], world, plan)
+            world.barrier("state in memory is read")  # from here on memories may be written into
+        self._keep_until(done)
 
     def forget(self) -> None:
         """Give back nothing any more: the run goes on from elsewhere."""
-        self._write_header([EMPTY] * SLOTS)
+        self._keep_until(EMPTY)
 
-    def _part(self, slot: int, place: Place, like: Tensor) -> Tensor:
+    def _look(self, paths: Sequence[str]) -> dict[int, tuple[str, int]]:
+        """Where each state is that fits this rank: memory and slot by steps done."""
+        found: dict[int, tuple[str, int]] = {}
+        for path in paths:
+            said, *steps = _header(path)
+            if said == self._digest:
+                found = {done: (path, slot) for slot, done in enumerate(steps) if done != EMPTY} | found
+        return found
+
+    def _spread(self, state: Mapping[str, Tensor], source: int, world: World, plan: Plan) -> None:
+        """From the rank that has it to those that hold the same."""
+        import torch.distributed as dist
+
+        group = world.mesh(plan).get_group("replicate")
+        for place in self._places:
+            tensor = _local(state[place.name])
+            if tensor.numel():
+                sent = tensor.contiguous()
+                dist.broadcast(sent, source, group=group)
+                if sent is not tensor:
+                    tensor.copy_(sent)
+
+    def _keep_until(self, done: int) -> None:
+        """Hold states of this kind from now on; of those that are there, the ones until `done`."""
+        kept = [step if step <= done else EMPTY for step in self.steps]
+        self._own()
+        self._write_header(kept)
+        self._found = {step: (self._path, slot) for slot, step in enumerate(kept) if step != EMPTY}
+
+    def _own(self) -> Tensor:
+        if self._memory is None:
+            self._memory = self._opened(self._path)
+        return self._memory
+
+    def _opened(self, path: str) -> Tensor:
+        return opened(path, _HEADER_BYTES + SLOTS * self._slot_bytes)
+
+    def _part(self, memory: Tensor, slot: int, place: Place, like: Tensor) -> Tensor:
         """The copy of a tensor that a slot has, of its type and shape."""
         start = _HEADER_BYTES + slot * self._slot_bytes + place.offset
-        return self._memory[start : start + place.nbytes].view(like.dtype).view(like.shape)
+        return memory[start : start + place.nbytes].view(like.dtype).view(like.shape)
 
     def _write_header(self, steps: list[int]) -> None:
-        _HEADER.pack_into(self._header, 0, self._digest, *steps)
+        _HEADER.pack_into(self._own()[:_HEADER_BYTES].numpy().data, 0, self._digest, *steps)
+
+
+def _header(path: str) -> tuple[Any, ...]:
+    """Digest and steps of a memory; of a new one, those of nothing."""
+    with Path(path).open("rb") as file:
+        raw = file.read(_HEADER.size)
+    return _HEADER.unpack(raw) if len(raw) == _HEADER.size else (b"", *[EMPTY] * SLOTS)
+
+
+def _among_replicas(plan: Plan, rank: int) -> tuple[int, ...]:
+    """The place of a rank on all axes but replicate: ranks with the same one hold the same state."""
+    return tuple(place for axis, place in plan.coordinates(rank).items() if axis != "replicate")
+
+
+def kept_for(plan: Plan, rank: int) -> str:
+    """What must be the same for a rank to take a state up again: how it is cut, and which part of it this rank has."""
+    cut = plan.model_dump(include={"pipeline", "shard", "context", "tensor", "expert", "virtual_stages"})
+    return f"{cut}, ZeRO-{plan.zero_stage}, {plan.stages_per_rank} stages, part {_among_replicas(plan, rank)}"
 
 
 def open_snapshots(every: int, state: Callable[[], Mapping[str, Tensor]], about: str) -> Snapshots | None:
@@ -133,13 +215,14 @@ def open_snapshots(every: int, state: Callable[[], Mapping[str, Tensor]], about:
     """
     if not every:
         return None
-    path = os.environ.get(KEPT)
-    if path is None:
+    paths = os.environ.get(KEPT)
+    if paths is None:
         raise ValueError(
             f"checkpoint.memory_every = {every} needs the launcher of `shoal train`, which holds the memory; started by another "
             "launcher use checkpoint.every"
         )
-    return Snapshots(path, state(), about)
+    own, *others = json.loads(paths)
+    return Snapshots(own, state(), about, others)
 
 
 def opened(path: str, nbytes: int) -> Tensor:

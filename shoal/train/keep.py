@@ -10,6 +10,7 @@ from shoal.checkpoint.folder import CheckpointError, list_checkpoints
 from shoal.checkpoint.store import save
 from shoal.parallel.apply import synchronise_buffers
 from shoal.resilience.collectives import require_same_calls
+from shoal.resilience.epochs import taken_over
 from shoal.resilience.replicas import require_equal_replicas
 from shoal.train.setup import Training, facts_of
 from shoal.train.spikes import is_before
@@ -61,7 +62,8 @@ def save_and_wait(training: Training, done: int) -> None:
     began = time.perf_counter()
     require_same_calls(run, world)
     state, facts = _state_to_keep(training, done), facts_of(training)
-    path = save(run.checkpoints, done, state, facts, world, keep=_number_to_keep(training, done))
+    keep = _number_to_keep(training, done)
+    path = save(run.checkpoints, done, state, facts, world, keep=keep, refused=lambda: taken_over(run))
     if world.is_main:
         seconds = round(time.perf_counter() - began, 3)
         run.event("save", step=done, path=str(path), seconds=seconds, stall_s=seconds)

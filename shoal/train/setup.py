@@ -20,7 +20,7 @@ from shoal.observe.status import RankStatus
 from shoal.parallel.apply import parallelize
 from shoal.plan import Plan
 from shoal.resilience.handover import HandOver
-from shoal.resilience.snapshot import Snapshots, open_snapshots
+from shoal.resilience.snapshot import Snapshots, kept_for, open_snapshots
 from shoal.run import Run
 from shoal.train.bad import BadOfRun, bad_of, known_to_all
 from shoal.train.objective import NextToken, Objective, as_objective
@@ -115,9 +115,8 @@ def set_up(
     spikes = Spikes(job.train) if job.train.spike else None
     progress = Progress(job.train.steps, shown=world.is_main, every=settings.run.log_every)
     metrics = MetricsWriter(run, world.rank, tensorboard=settings.run.tensorboard)
-    # the micro-batch has no part in how state is cut, and gets smaller when a rank is out of memory
-    about = f"{plan.model_dump(exclude={'micro_batch'})}, rank {world.rank}"
-    snapshots = open_snapshots(settings.checkpoint.memory_every, lambda: _state(model, step, spikes), about)
+    kept = kept_for(plan, world.rank)
+    snapshots = open_snapshots(settings.checkpoint.memory_every, lambda: _state(model, step, spikes), kept)
     return Training(
         settings,
         plan,

@@ -110,12 +110,29 @@ def listen(address: str, port: int) -> socket.socket:
     return server
 
 
+def listen_on(address: str) -> socket.socket:
+    """As `listen`, on a port that is free, reached by this one address alone.
+
+    Raises:
+        WorldError: it is no address of this host.
+    """
+    try:
+        return socket.create_server(
+            (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=2048
+        )
+    except OSError as error:
+        raise WorldError(
+            f"rank 0 on {socket.gethostname()} cannot listen on {address}: {error}; set run.interface"
+        ) from None
+
+
 def serve(server: socket.socket, waits: Waits) -> dist.Store:
     """Rank 0's store behind a listening socket, which it takes over."""
-    port = server.getsockname()[1]
+    host, port = server.getsockname()[:2]
+    own = host if host not in ("0.0.0.0", "::") else "127.0.0.1"
     limit = timedelta(seconds=waits.deadline_s)
     return dist.TCPStore(
-        "127.0.0.1", port, None, True, limit, wait_for_workers=False, master_listen_fd=server.detach()
+        own, port, None, True, limit, wait_for_workers=False, master_listen_fd=server.detach()
     )
 
 

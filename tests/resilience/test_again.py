@@ -14,7 +14,7 @@ import pytest
 
 from shoal.launch.errors import RankError
 from shoal.launch.failure import End, Scene
-from shoal.launch.local import _failed, _say_restart, _was_stopped
+from shoal.launch.after import failed, say_restart, was_stopped
 from shoal.launch.nursery import Event, Order
 from shoal.launch.ranks import Ranks
 from shoal.resilience.restarts import Failure, Restarts
@@ -67,7 +67,7 @@ def test_a_lost_process_that_forked_ranks_is_done_with_before_there_is_another(
 def failure(run: Run, *, secondary: bool, began_at: float, kind: str = "RuntimeError") -> Failure:
     error = RankError(0, "here", 1, 0, "start", kind, "no", "", "", time.time(), secondary)
     ends = [End(0, 1, time.time(), None, error)]
-    return _failed(run, Scene(ends), began_at, quiet=True)[1]
+    return failed(run, Scene(ends), began_at, quiet=True)[1]
 
 
 def test_an_exception_that_only_tells_of_another_rank_is_not_the_programs(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_where_earlier_ranks_began_is_not_where_these_did(tmp_path: Path) -> Non
 def test_a_disk_that_is_full_does_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.events_file.mkdir(parents=True)  # nothing can be written
-    _say_restart(run, Restarts(1), Failure("full", raised=True, begun=0, done=1), quiet=True)
+    say_restart(run, Restarts(1), Failure("full", raised=True, begun=0, done=1), quiet=True)
 
 
 def test_an_error_after_a_run_went_back_is_after_steps_that_went_well(tmp_path: Path) -> None:
@@ -114,4 +114,4 @@ def test_what_was_noted_after_a_stop_does_not_make_it_another_end(tmp_path: Path
     run.create()
     for kind in ("start", "stop", "alert"):
         run.event(kind)
-    assert _was_stopped(run, unfinished=False)
+    assert was_stopped(run, unfinished=False)

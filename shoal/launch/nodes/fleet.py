@@ -1,0 +1,237 @@
+"""`Fleet`: the ranks of a run on several machines, as who leads it sees and commands them. Each machine is a `Member`.
+
+What members tell of their ranks' files is written into a folder of the leader's own: a shared file system may show what other
+machines write late, and clocks of other machines are not this one's. Times are moved to the leader's clocks on the way.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import queue
+import select
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.launch.failure import Gone
+from shoal.launch.nodes.channel import Channel, ChannelError
+from shoal.launch.nursery import Event, Order, Place
+from shoal.launch.watch import Requests
+from shoal.observe.calls import moved_calls
+from shoal.observe.status import moved_status
+
+POLL_S = 0.1
+SILENT = "it was not heard"
+SAME_CLOCK_S = 0.05  # differences that the network makes
+STOP_S = 20.0  # until a member has ended its ranks, and begun anew where they do not end
+
+
+@dataclass(eq=False)
+class Member:
+    """A machine that takes part, or would."""
+
+    channel: Channel
+    name: str
+    address: str
+    slots: int
+    """ranks that it can have"""
+    was: int
+    """the epoch of which it had ranks before, or 0"""
+    ranks: range = range(0)
+    """those that it has now"""
+    stopped: bool = True
+    """none of them runs"""
+    leaving: str = ""
+    """why it wants to leave"""
+    port: int = 0
+
+
+@dataclass(eq=False)
+class Fleet:
+    """Members in the order in which they came, and the ranks of those that have any."""
+
+    silence_s: float
+    members: list[Member] = field(default_factory=list)
+    came: queue.SimpleQueue[tuple[Channel, dict[str, Any]]] = field(default_factory=queue.SimpleQueue)
+    doors: queue.SimpleQueue[Channel] = field(default_factory=queue.SimpleQueue)
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="shoal-ranks-")))
+    ranks: int = 0
+    lost: bool = False
+    gone: Gone | None = None
+    pids: dict[int, int] = field(default_factory=dict)
+    ended: dict[int, tuple[int | None, float]] = field(default_factory=dict)
+    requests: Requests = field(default_factory=Requests)
+    """signals by which a member was asked to stop the whole run"""
+    _strangers: list[Channel] = field(default_factory=list)
+
+    @property
+    def running(self) -> bool:
+        return not self.lost and len(self.ended) < self.ranks
+
+    @property
+    def alive(self) -> list[int]:
+        return [rank for rank in self.pids if rank not in self.ended]
+
+    def codes(self) -> dict[int, tuple[int | None, float]]:
+        return {rank: self.ended.get(rank, (None, time.time())) for rank in range(self.ranks)}
+
+    def listen(self, seconds: float) -> None:
+        """Take in what members say, waiting at most so long for something."""
+        while not self.doors.empty():
+            self._strangers.append(self.doors.get())
+        channels = [*self._strangers, *(member.channel for member in self.members)]
+        if not channels:
+            time.sleep(min(seconds, POLL_S))
+            return
+        select.select(channels, [], [], min(seconds, POLL_S))
+        for channel in list(self._strangers):
+            self._greet(channel)
+        for member in list(self.members):
+            try:
+                for message in member.channel.receive():
+                    self._heard(member, message)
+                if member.channel.silent_s > self.silence_s:
+                    raise ChannelError(f"{SILENT} for {self.silence_s:g} s")
+            except ChannelError as error:
+                self._lose(member, str(error))
+
+    def pause(self, seconds: float) -> None:
+        """Give ranks time to do what they were asked for, and members to tell of it."""
+        until = time.monotonic() + 2 * seconds + POLL_S
+        while time.monotonic() < until:
+            self.listen(until - time.monotonic())
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to every rank that has not ended."""
+        self.tell([member for member in self.members if not member.stopped], {"signal": int(number)})
+
+    def tell(self, members: Sequence[Member], message: dict[str, Any]) -> None:
+        for member in members:
+            with suppress(ChannelError):  # who listens finds out
+                member.channel.send(message)
+
+    def order(self, order: Order, epoch: int, size: int) -> None:
+        """Have `size` ranks forked, in the order of members; all those of before have ended."""
+        self._forget(size)
+        taking = [member for member in self.members if not member.leaving]
+        first = 0
+        for member in taking:
+            member.ranks = range(first, min(size, first + member.slots))
+            first = member.ranks.stop
+        head = taking[0]
+        head.port, head.stopped = 0, False
+        place = Place(0, size, head.address, 0, epoch, "")
+        self._order(head, order, place)
+        while not head.port and self.gone is None and not self.lost:
+            self.listen(POLL_S)
+        for member in taking[1:]:
+            if member.ranks and self.gone is None:
+                member.stopped = False
+                self._order(member, order, place._replace(first=member.ranks.start, port=head.port))
+
+    def stop(self) -> None:
+        """Kill the ranks of all members, and wait until they have said that none is left; who does not is lost."""
+        self.tell(self.members, {"stop": True})
+        until = time.monotonic() + STOP_S
+        while not all(member.stopped for member in self.members) and time.monotonic() < until:
+            self.listen(POLL_S)
+        for member in [member for member in self.members if not member.stopped]:
+            self._lose(member, f"its ranks did not end within {STOP_S:g} s")
+
+    def let_go(self, member: Member, message: dict[str, Any]) -> None:
+        """Part from a member."""
+        self.tell([member], message)
+        self.members.remove(member)
+        member.channel.close()
+
+    def close(self, message: dict[str, Any]) -> None:
+        for member in list(self.members):
+            self.let_go(member, message)
+        for channel in self._strangers:
+            channel.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _forget(self, size: int) -> None:
+        self.ranks, self.lost, self.gone = size, False, None
+        self.pids.clear()
+        self.ended.clear()
+        for path in self.folder.iterdir():
+            path.unlink()
+        for member in self.members:
+            member.ranks = range(0)
+
+    def _order(self, member: Member, order: Order, place: Place) -> None:
+        told = order._replace(ranks=len(member.ranks), place=place)
+        self.tell([member], {"order": told, "epoch": place.epoch})
+
+    def _greet(self, channel: Channel) -> None:
+        """The first word of who connected: it wants to take part."""
+        try:
+            for message in channel.receive():
+                if "join" in message:
+                    self._strangers.remove(channel)
+                    self.came.put((channel, message["join"]))
+                    return
+            if channel.silent_s > self.silence_s:
+                raise ChannelError("it says nothing")
+        except ChannelError:
+            self._strangers.remove(channel)
+            channel.close()
+
+    def _lose(self, member: Member, why: str) -> None:
+        member.channel.close()
+        if member not in self.members:
+            return
+        self.members.remove(member)
+        if member.stopped:
+            return
+        now = time.time()
+        for rank in member.ranks:
+            self.ended.setdefault(rank, (None, now))
+        self.gone = self.gone or Gone(member.name, member.ranks, why)
+
+    def _heard(self, member: Member, message: dict[str, Any]) -> None:
+        wall_s, monotonic_s = (
+            (time.time() - message["time"], time.monotonic() - message["monotonic"])
+            if "time" in message
+            else (0.0, 0.0)
+        )
+        for name, data in message.get("files", {}).items():
+            raw = base64.b64decode(data)
+            if abs(wall_s) > SAME_CLOCK_S or abs(monotonic_s) > SAME_CLOCK_S:
+                raw = _moved(name, raw, wall_s, monotonic_s)
+            (self.folder / name).write_bytes(raw)
+        for said in message.get("events", ()):
+            event = Event(*said)
+            rank = event.rank + member.ranks.start
+            self.pids[rank] = event.pid
+            if event.code is not None:
+                self.ended.setdefault(rank, (event.code, event.time + wall_s))
+        member.port = message.get("port", member.port)
+        member.leaving = message.get("leaving", member.leaving)
+        self.requests.count += message.get("asks", 0)
+        if message.get("lost"):
+            self.lost = True
+        if "stopped" in message:
+            member.stopped = True
+
+
+def _moved(name: str, raw: bytes, wall_s: float, monotonic_s: float) -> bytes:
+    """A rank's file with its times by the leader's clocks."""
+    if name.endswith(".status"):
+        return moved_status(raw, wall_s, monotonic_s)
+    if name.endswith(".calls"):
+        return moved_calls(raw, monotonic_s)
+    if name.endswith(".error.json"):
+        with suppress(ValueError, KeyError):
+            error = json.loads(raw)
+            error["time"] += wall_s
+            return json.dumps(error).encode()
+    return raw

@@ -1,0 +1,149 @@
+"""`launch_on_nodes`: this machine's part in a run on several, from its start until the run has ended or goes on without it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from shoal.checkpoint.folder import list_checkpoints
+from shoal.cluster import Cluster
+from shoal.config import ConfigError, Settings
+from shoal.launch.after import Outcome
+from shoal.launch.nodes.channel import Channel, ChannelError, Door, connect
+from shoal.launch.nodes.fleet import Fleet
+from shoal.launch.nodes.lead import Lead, Ready, job_text
+from shoal.launch.nodes.member import Here, own_address
+from shoal.launch.watch import Requests, counted_requests
+from shoal.observe.health import health_watched
+from shoal.resilience.epochs import Epoch, beats, claim, newest, token
+from shoal.resilience.snapshot import held
+from shoal.run import Run
+
+AGAIN_S = 0.5  # between attempts to reach a leader
+
+
+def launch_on_nodes(
+    settings: Settings, ready: Ready, here: Cluster, *, device: str = "auto", quiet: bool = False
+) -> Outcome:
+    """Take part in a run until it has ended, or this machine is asked to leave it.
+
+    Machines find each other in the run directory, which all of them see. One leads: whoever claims an epoch there. The others
+    have ranks for it; when it is lost, another one leads. A machine is lost by its connection's end, or after
+    `run.node_deadline_s` of silence; the rest goes on, with a smaller plan if there is no other machine in its place, and with a
+    larger one when it comes back.
+
+    Args:
+        ready: makes settings ready for a number of ranks, or raises ConfigError. here: this machine's devices.
+
+    Raises:
+        ValueError: run.dir cannot be written, or is in use by a run of one machine; run.interface is not there.
+        ConfigError: the job is another one than that of the other machines.
+    """
+    run = Run(Path(settings.run.dir))
+    run.create()
+    interface, address = own_address(settings.run.interface)
+    name = f"{socket.gethostname()} (process {os.getpid()})"
+    slots = slots_of(settings, here)
+    with ExitStack() as stack:
+        stack.enter_context(run.locked(shared=True))
+        kept = stack.enter_context(held(slots if settings.checkpoint.memory_every else 0))
+        requests = stack.enter_context(counted_requests())
+        health = stack.enter_context(health_watched(run, slots, device=device, environment=os.environ))
+        place = Here(run, name, address, interface, slots, device, tuple(kept), requests, health)
+        stack.enter_context(closing(place))
+        return _Search(run, settings, ready, place, token(run), quiet).until_the_run_ends()
+
+
+def slots_of(settings: Settings, here: Cluster) -> int:
+    """Ranks that this machine can have: as said, or one a GPU, or its share of the plan's ranks."""
+    plan, nodes = settings.plan, settings.run.nodes_from_to
+    if settings.run.ranks_per_node is not None:
+        return settings.run.ranks_per_node
+    if here.device.type != "cpu" or plan is None or not plan.says_degrees or nodes is None:
+        return here.num_devices
+    return -(-plan.world_size // nodes[1])
+
+
+class _Search:
+    """For who leads, or to lead: again whenever a leader is gone."""
+
+    def __init__(
+        self, run: Run, settings: Settings, ready: Ready, here: Here, secret: bytes, quiet: bool
+    ) -> None:
+        self._run, self._settings, self._ready, self._here = run, settings, ready, here
+        self._secret, self._quiet = secret, quiet
+        self._lead: Lead | None = None
+
+    def until_the_run_ends(self) -> Outcome:
+        silence_s = self._settings.run.node_deadline_s
+        while True:
+            channel = self._leader()
+            if isinstance(channel, Outcome):
+                return channel
+            parted = self._here.follow(channel, job_text(self._settings), silence_s)
+            if self._lead is not None:
+                self._lead.join()
+                self._lead = None
+            said = parted.message
+            if "outcome" in said:
+                return Outcome(**said["outcome"])
+            if "refused" in said:
+                raise ConfigError(said["refused"])
+            if "left" in said or self._requests.count:
+                return Outcome("interrupted", 0)
+            why = said.get("resigned") or parted.why
+            self._say(f"who led is gone ({why}); looking for who leads now")
+
+    @property
+    def _requests(self) -> Requests:
+        return self._here.requests
+
+    def _leader(self) -> Channel | Outcome:
+        """A channel to who leads, which may be this machine from now on; or how the run ends without one."""
+        until = time.monotonic() + self._settings.run.nodes_wait_s
+        said = False
+        while not self._requests.count:
+            epoch = newest(self._run)
+            if epoch is not None:
+                try:
+                    return connect(epoch.address, epoch.port, self._secret)
+                except ConnectionRefusedError:
+                    pass  # its process has ended
+                except ChannelError as error:
+                    if beats(self._run, self._settings.run.node_deadline_s):
+                        if not said:
+                            self._say(f"{epoch.leader} leads the run, and cannot be reached: {error}")
+                        said = True
+                        if time.monotonic() > until:
+                            return Outcome(
+                                "failed", 0, f"{epoch.leader} leads the run, and cannot be reached: {error}"
+                            )
+                        time.sleep(AGAIN_S)
+                        continue
+            if (done := self._last_step()) is not None:
+                return Outcome("ok", done)
+            self._try_to_lead(1 if epoch is None else epoch.number + 1)
+        return Outcome("interrupted", 0)
+
+    def _try_to_lead(self, number: int) -> None:
+        fleet = Fleet(self._settings.run.node_deadline_s)
+        door = Door(self._here.address, self._secret, fleet.doors.put)
+        epoch = Epoch(number, self._here.name, self._here.address, door.port, self._here.epoch)
+        if claim(self._run, epoch):
+            self._lead = Lead(self._run, self._settings, self._ready, epoch, door, fleet, self._quiet)
+        else:
+            door.close()
+            fleet.close({})
+
+    def _last_step(self) -> int | None:
+        """Steps that are done, if the run needs no more: for a machine that comes too late."""
+        there = list_checkpoints(self._run.checkpoints)[0] if self._settings.run.resume else []
+        return there[-1].step if there and there[-1].step >= self._settings.train.steps else None
+
+    def _say(self, text: str) -> None:
+        if not self._quiet:
+            print(text, file=sys.stderr, flush=True)

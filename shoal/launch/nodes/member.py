@@ -1,0 +1,252 @@
+"""What each machine of a run does: it has ranks for who leads, and keeps their memory from one leader to the next."""
+
+from __future__ import annotations
+
+import base64
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shoal.launch.errors import RankFiles
+from shoal.launch.nodes.channel import Channel, ChannelError
+from shoal.launch.nursery import Event, Order, as_order
+from shoal.launch.ranks import Ranks
+from shoal.launch.watch import Requests
+from shoal.observe.health import HealthWatch
+from shoal.run import Run
+
+TELL_S = 0.25  # between looks at the files of ranks
+CALLS_S = 1.0
+POLL_S = 0.05
+ENDED_S = 10.0
+
+
+class Parted(NamedTuple):
+    """How it ended with a leader: what it said last, or why it is not there any more."""
+
+    message: dict[str, Any]
+    why: str = ""
+    silent: bool = False
+    """it may live, and only cannot be reached"""
+
+
+@dataclass(eq=False)
+class Here:
+    """This machine."""
+
+    run: Run
+    name: str
+    address: str
+    interface: str
+    slots: int
+    device: str
+    kept: tuple[str, ...]
+    """memory of ranks, by slot"""
+    requests: Requests
+    health: HealthWatch | None = None
+    epoch: int = 0
+    """of which it had ranks last"""
+    ranks: Ranks | None = None
+    _stack: ExitStack = field(default_factory=ExitStack)
+    _served: Served | None = None
+
+    def follow(self, channel: Channel, job: str, silence_s: float) -> Parted:
+        """Do what a leader says until it has said how the run ended, or is gone; no rank is left then."""
+        join = {"name": self.name, "address": self.address, "slots": self.slots, "was": self.epoch}
+        asked = self.requests.count
+        try:
+            channel.send({"join": join | {"job": job}})
+            while True:
+                for message in channel.receive():
+                    if "parted" in message:
+                        return Parted(message["parted"])
+                    self._do(message, channel)
+                if channel.silent_s > silence_s:
+                    return Parted({}, f"it was not heard for {silence_s:g} s", silent=True)
+                if self.requests.count > asked:
+                    asked = self.requests.count
+                    self._ask(channel)
+                self._tell(channel)
+        except ChannelError as error:
+            return Parted({}, str(error))
+        finally:
+            channel.close()
+            self._stop()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _ask(self, channel: Channel) -> None:
+        """A signal came: SIGINT asks the whole run to stop, others are for this machine. A second one ends it here."""
+        if self.requests.count > 1:
+            raise ChannelError("a second signal asked it to end at once")
+        if self.requests.last == signal.SIGINT:
+            channel.send({"asks": 1})
+        else:
+            channel.send({"leaving": signal.Signals(self.requests.last or signal.SIGTERM).name})
+
+    def _do(self, message: dict[str, Any], channel: Channel) -> None:
+        if "order" in message:
+            self._begin(as_order(message["order"]), message["epoch"])
+        elif "signal" in message and self.ranks is not None:
+            self.ranks.send(signal.Signals(message["signal"]))
+        elif "stop" in message:
+            self._stop()
+            channel.send({"stopped": True} | _clocks())
+        elif "say" in message:
+            print(message["say"], file=sys.stderr, flush=True)
+
+    def _begin(self, order: Order, epoch: int) -> None:
+        assert order.place is not None
+        place = order.place._replace(interface=self.interface)
+        order = order._replace(place=place, launcher=os.getpid(), kept=self.kept, device=self.device)
+        for rank in range(place.first, place.first + order.ranks):
+            RankFiles.of(self.run.ranks, rank).clear()
+        self._served, self.epoch = Served(order), epoch
+        if self.ranks is None:
+            self.ranks = self._stack.enter_context(Ranks.start(order))
+        self.ranks.order(order)
+
+    def _tell(self, channel: Channel) -> None:
+        """Wait a moment for what ranks and leader do, and tell of it."""
+        ranks, served = self.ranks, self._served
+        if ranks is None or served is None:
+            select.select([channel], [], [], POLL_S)
+            return
+        if ranks.events in select.select([channel, ranks.events], [], [], POLL_S)[0]:
+            ranks.listen(0.0)
+        message = served.news(ranks, self.run.ranks)
+        if ranks.lost:
+            message["lost"] = True
+            self._stack.close()
+            self.ranks = None
+        ended = [event.code for event in map(Event._make, message.get("events", ()))]
+        if any(ended) and self.health is not None and (ill := self.health.leaving()):
+            message["leaving"] = "; ".join(ill)
+        if message:
+            channel.send(message | _clocks())
+
+    def _stop(self) -> None:
+        """End all ranks; what forked them too if it does not get rid of them."""
+        ranks = self.ranks if self._served is not None else None
+        if ranks is not None and not ranks.wait_until_all_ended(ENDED_S):
+            self._stack.close()
+            self.ranks = None
+        self._served = None
+
+
+class Served:
+    """Ranks of one order, and what the leader knows of them."""
+
+    def __init__(self, order: Order) -> None:
+        assert order.place is not None
+        self._numbers = range(order.place.first, order.place.first + order.ranks)
+        self._begun: set[int] = set()
+        self._ended: set[int] = set()
+        self._port_told = False
+        self._files: dict[str, bytes] = {}
+        self._next = self._next_calls = 0.0
+
+    def news(self, ranks: Ranks, folder: Path) -> dict[str, Any]:
+        """What the leader does not know yet; nothing if that is nothing, or not worth a message yet."""
+        message: dict[str, Any] = {}
+        if ranks.port and not self._port_told:
+            self._port_told, message["port"] = True, ranks.port
+        if events := self._events(ranks):
+            message["events"] = events
+        now = time.monotonic()
+        if events or now >= self._next:  # with the end of a rank comes what it left
+            self._next = now + TELL_S
+            if files := self._changed(folder, with_calls=bool(events) or now >= self._next_calls):
+                message["files"] = files
+        return message
+
+    def _events(self, ranks: Ranks) -> list[Event]:
+        begun = [
+            Event(rank, pid, None, time.time()) for rank, pid in ranks.pids.items() if rank not in self._begun
+        ]
+        ended = [
+            Event(rank, ranks.pids[rank], *how)
+            for rank, how in ranks.ended.items()
+            if rank not in self._ended
+        ]
+        self._begun.update(event.rank for event in begun)
+        self._ended.update(event.rank for event in ended)
+        return begun + ended
+
+    def _changed(self, folder: Path, *, with_calls: bool) -> dict[str, str]:
+        found: dict[str, str] = {}
+        if with_calls:
+            self._next_calls = time.monotonic() + CALLS_S
+        for rank in self._numbers:
+            files = RankFiles.of(folder, rank)
+            for path in (files.status, files.error, files.stack, *([files.calls] * with_calls)):
+                raw = _read(path)
+                if raw and raw != self._files.get(path.name):
+                    self._files[path.name] = raw
+                    found[path.name] = base64.b64encode(raw).decode()
+        return found
+
+
+def _clocks() -> dict[str, float]:
+    return {"time": time.time(), "monotonic": time.monotonic()}
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def own_address(interface: str | None) -> tuple[str, str]:
+    """The interface by which other machines reach this one, and its address.
+
+    Raises:
+        ValueError: there is no such interface, or it has no address.
+    """
+    found = dict(_interfaces())
+    if interface is not None:
+        if interface not in found:
+            raise ValueError(
+                f"run.interface = {interface!r}: this machine has {', '.join(found) or 'none'} with an IPv4 address"
+            )
+        return interface, found[interface]
+    routed = _address_of_route()
+    named = next((name for name, address in found.items() if address == routed), None)
+    name = named or next((name for name in found if name != "lo"), "lo")
+    return name, found.get(name, "127.0.0.1")
+
+
+def _interfaces() -> Sequence[tuple[str, str]]:
+    """Names and IPv4 addresses, by the kernel's own question for it (Linux)."""
+    import fcntl
+    import struct
+
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
+        for _, name in socket.if_nameindex():
+            try:
+                raw = fcntl.ioctl(asks, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+            except OSError:
+                continue
+            found.append((name, socket.inet_ntoa(raw[20:24])))
+    return found
+
+
+def _address_of_route() -> str:
+    """That by which this machine would reach the rest of the world; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
+        try:
+            asks.connect(("192.0.2.1", 9))  # of a network that is for documentation
+        except OSError:
+            return ""
+        return str(asks.getsockname()[0])
