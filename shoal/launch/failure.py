@@ -178,7 +178,7 @@ def find_culprit(scene: Scene) -> Culprit:
 def _failed_before(scene: Scene) -> bool:
     """Whether a rank of another machine failed by itself, for which a lost machine may have been waiting."""
     there = [end for end in scene.ends if scene.gone is None or end.rank not in scene.gone.ranks]
-    return any((end.error and not end.error.secondary) or _died(end) for end in there)
+    return any(not end.error.secondary if end.error else _died(end) for end in there)
 
 
 def behind(alive: Sequence[End]) -> End:

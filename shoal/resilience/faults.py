@@ -110,7 +110,7 @@ def drawn(asked: list[Fault | Seeded], ranks: int, steps: int) -> list[Fault]:
 
 
 def require_possible(faults: list[Fault], ranks: int, steps: int, *, nodes: bool = False) -> None:
-    """Raises ValueError for a rank, step or further machine (`nodes`) that is not there: such a fault would never strike, or end all.
+    """Raises ValueError for a rank, step or other machine (`nodes`) that is not there: a fault would never strike, or end all.
 
     On several machines ranks come and go, and one that is not there now may be.
     """

@@ -78,9 +78,8 @@ class Snapshots:
         for name, tensor in sorted(state.items()):
             digest.update(f"{name} {tuple(_local(tensor).shape)} {tensor.dtype}\n".encode())
         self._digest = digest.digest()
-        self._path = path
+        self._path, self._paths = path, [path, *others]
         self._memory: Tensor | None = None
-        self._found = self._look([path, *others])
         self._holders: dict[int, list[int]] = {}
         self._mates: list[int] = []
 
@@ -107,7 +106,7 @@ class Snapshots:
         import torch
         import torch.distributed as dist
 
-        steps = sorted(self._found, reverse=True)[:TOLD]
+        steps = sorted(self._look(), reverse=True)[:TOLD]
         if world.size == 1:
             return max(steps, default=None)
         mine = torch.tensor(steps + [EMPTY] * (TOLD - len(steps)), device=world.device)
@@ -127,8 +126,8 @@ class Snapshots:
 
     def give_back(self, done: int, state: Mapping[str, Tensor], world: World, plan: Plan) -> None:
         """Copy the state after `done` steps, which `newest` found, into tensors; newer ones are forgotten. Collective."""
-        if done in self._found:
-            path, slot = self._found[done]
+        if (where := self._look().get(done)) is not None:
+            path, slot = where
             memory = self._opened(path)
             for place in self._places:
                 tensor = _local(state[place.name])
@@ -143,10 +142,10 @@ class Snapshots:
         """Give back nothing any more: the run goes on from elsewhere."""
         self._keep_until(EMPTY)
 
-    def _look(self, paths: Sequence[str]) -> dict[int, tuple[str, int]]:
+    def _look(self) -> dict[int, tuple[str, int]]:
         """Where each state is that fits this rank: memory and slot by steps done."""
         found: dict[int, tuple[str, int]] = {}
-        for path in paths:
+        for path in self._paths:
             said, *steps = _header(path)
             if said == self._digest:
                 found = {done: (path, slot) for slot, done in enumerate(steps) if done != EMPTY} | found
@@ -170,7 +169,6 @@ class Snapshots:
         kept = [step if step <= done else EMPTY for step in self.steps]
         self._own()
         self._write_header(kept)
-        self._found = {step: (self._path, slot) for slot, step in enumerate(kept) if step != EMPTY}
 
     def _own(self) -> Tensor:
         if self._memory is None:

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import pytest
 
+from shoal.launch.after import failed, say_restart, was_stopped
 from shoal.launch.errors import RankError
 from shoal.launch.failure import End, Scene
-from shoal.launch.after import failed, say_restart, was_stopped
 from shoal.launch.nursery import Event, Order
 from shoal.launch.ranks import Ranks
 from shoal.resilience.restarts import Failure, Restarts

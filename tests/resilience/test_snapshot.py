@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.resilience.snapshot import EMPTY, KEPT, Snapshots, held, open_snapshots
-from shoal.world import World
+from shoal.plan import Plan
+from shoal.resilience.snapshot import EMPTY, KEPT, Snapshots, held, kept_for, open_snapshots
+from shoal.world import World, join_world
 from tests.ranks import run_ranks
 
 
@@ -27,7 +28,8 @@ def state(number: float) -> dict[str, Tensor]:
 
 def given_back(snapshots: Snapshots, done: int) -> dict[str, Tensor]:
     found = state(0.0)
-    snapshots.give_back(done, found)
+    with join_world(device="cpu") as alone:
+        snapshots.give_back(done, found, alone, Plan())
     return found
 
 
@@ -91,7 +93,7 @@ def newest_of_all(world: World, paths: list[str], taken: list[list[int]]) -> int
     snapshots = Snapshots(paths[world.rank], state(0.0), "plan")
     for done in taken[world.rank]:
         snapshots.take(done, state(done))
-    return snapshots.newest(world)
+    return snapshots.newest(world, Plan(shard=2))
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,46 @@ def test_ranks_go_on_from_the_newest_state_that_all_of_them_have(
 ) -> None:
     with held(2) as paths:
         assert run_ranks(2, newest_of_all, paths, taken) == [newest] * 2
+
+
+def again_from_others(world: World, paths: list[str], has: list[list[int]]) -> tuple[int | None, float]:
+    """A state that some of two replicas have, in memories that are another's."""
+    plan = Plan(replicate=2)
+    for path, steps in zip(paths, has, strict=True) if world.is_main else ():
+        for done in steps:
+            Snapshots(path, state(0.0), "part 0").take(done, state(done))
+    world.barrier("taken")
+    mine = world.rank + 1  # of three memories: rank 0 sees the first and its own, rank 1 only its own
+    others = paths[:1] if world.is_main else []
+    snapshots = Snapshots(paths[mine], state(0.0), "part 0", others)
+    newest, found = snapshots.newest(world, plan), state(0.0)
+    if newest is not None:
+        snapshots.give_back(newest, found, world, plan)
+        assert_equal(found, state(newest))
+        snapshots.take(newest + 1, state(newest + 1))
+        assert newest + 1 in snapshots.steps
+    return newest, float(found["optimizer.step"])
+
+
+@pytest.mark.parametrize(
+    ("has", "newest"),
+    [
+        ([[4, 5], [], []], 5),  # both from another memory, of which one is elsewhere
+        ([[], [], [6, 7]], 7),  # of rank 1 alone
+        ([[1], [2, 3], []], 3),
+        ([[], [], []], None),
+    ],
+)
+def test_a_replica_that_has_no_state_gets_that_of_another(has: list[list[int]], newest: int | None) -> None:
+    with held(3) as paths:
+        expected = (newest, float(newest or 0))
+        assert run_ranks(2, again_from_others, paths, has) == [expected] * 2
+
+
+def test_what_is_told_apart_is_how_state_is_cut_and_not_how_often_it_is_there() -> None:
+    plan = Plan(replicate=2, shard=2)
+    assert kept_for(plan, 0) == kept_for(plan, 2) == kept_for(Plan(shard=2), 0) != kept_for(plan, 1)
+    assert kept_for(Plan(shard=2, zero=1), 0) != kept_for(Plan(shard=2, zero=3), 0)
 
 
 def test_a_rank_of_another_launcher_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

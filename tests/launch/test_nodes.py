@@ -1,0 +1,197 @@
+"""A run on several machines, which are processes here: it ends with the numbers of an undisturbed one, whoever goes or comes."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.checkpoint.check import one
+from shoal.checkpoint.plain import whole_tensors
+from shoal.config import Settings, parse
+from shoal.run import read_json_lines
+from tests.launch.machines import Machine, children_of, events_of, steps_of, until
+
+STEPS = 12
+JOB: dict[str, Any] = {
+    "model": {"family": "llama", "layers": 2, "dim": 32, "heads": 2, "ffn": 64},
+    "data": {"source": "synthetic", "vocab": 260, "seq_len": 16},
+    "train": {"steps": STEPS, "global_batch": 12},
+    "plan": {"compile": False},
+    "checkpoint": {"memory_every": 1},
+}
+
+
+def settings(folder: Path, nodes: str, plan: dict[str, int], **run: Any) -> Settings:
+    about = {
+        "dir": str(folder),
+        "nodes": nodes,
+        "interface": "lo",
+        "node_deadline_s": 3.0,
+        "nodes_wait_s": 30.0,
+    }
+    return parse(JOB | {"plan": JOB["plan"] | plan, "run": about | run}, "test")
+
+
+def numbers(folder: Path) -> tuple[list[tuple[Any, ...]], dict[str, bytes]]:
+    """Losses and the rest of all steps, and the last checkpoint."""
+    rows = [row for row in read_json_lines(folder / "metrics.jsonl") if "loss" in row]
+    saved = whole_tensors(one(folder / "checkpoints" / f"step-{STEPS:08d}"))
+    steps = [tuple(row[key] for key in ("step", "loss", "grad_norm", "lr", "tokens")) for row in rows]
+    return steps, {name: tensor.numpy().tobytes() for name, tensor in saved}
+
+
+def ended(*machines: Machine) -> list[str | None]:
+    return [machine.end() for machine in machines]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with (
+        Machine(settings(folder, "2", {"replicate": 2})) as one,
+        Machine(settings(folder, "2", {"replicate": 2})) as two,
+    ):
+        assert ended(one, two) == ["ok", "ok"], one.output.read_text() + two.output.read_text()
+    return folder
+
+
+def test_machines_find_each_other_and_train_together(undisturbed: Path) -> None:
+    assert steps_of(undisturbed) == [*range(1, STEPS + 1)]
+    epochs = events_of(undisturbed, "epoch")
+    assert len(epochs) == 1 and epochs[0]["plan"] == "replicate 2"
+
+
+def same(folder: Path, other: Path) -> bool:
+    return numbers(folder) == numbers(other)
+
+
+def test_a_lost_machine_is_replaced_by_one_that_waits_and_no_bit_is_another(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    said = settings(tmp_path, "2", {"replicate": 2}, faults="node rank=1 step=5")
+    with Machine(said) as one, Machine(said) as two, Machine(said) as spare:
+        states = ended(one, two, spare)
+        assert sorted(states, key=str) == [None, "ok", "ok"], one.output.read_text()
+    assert same(tmp_path, undisturbed)
+    fault, begun = events_of(tmp_path, "fault")[0], events_of(tmp_path, "start")[1]
+    assert fault["rank"] == 1 and "is gone, with rank 1" in fault["message"]
+    assert begun["step"] == 5  # from the memory of the machine that is left
+
+
+def test_without_another_one_the_rest_goes_on_with_the_same_batches(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    said = settings(tmp_path, "1:2", {"replicate": 2}, faults="node rank=1 step=5")
+    with Machine(said) as one, Machine(said) as two:
+        assert sorted(ended(one, two), key=str) == [None, "ok"], one.output.read_text()
+    assert steps_of(tmp_path) == [*range(1, STEPS + 1)]
+    for mine, theirs in zip(numbers(tmp_path)[0], numbers(undisturbed)[0], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
+    assert events_of(tmp_path, "start")[1] | {"time": 0} == {
+        "time": 0,
+        "event": "start",
+        "step": 5,
+        "world_size": 1,
+        "plan": "one device",
+    }
+
+
+def test_when_who_leads_is_lost_another_machine_leads(undisturbed: Path, tmp_path: Path) -> None:
+    said = settings(tmp_path, "2", {"replicate": 2}, faults="")
+    with Machine(said) as one, Machine(said) as two, Machine(said) as three:
+        machines = [one, two, three]
+        until(lambda: len(steps_of(tmp_path)) >= 4, "four steps")
+        leader = next(machine for machine in machines if f"process {machine.pid}" in leader_of(tmp_path))
+        below = children_of(leader.pid)
+        leader.send(signal.SIGKILL)
+        others = [machine for machine in machines if machine is not leader]
+        assert ended(*others) == ["ok", "ok"], others[0].output.read_text()
+        assert not any(Path(f"/proc/{pid}").exists() for pid in below)
+    assert same(tmp_path, undisturbed)
+    assert len(events_of(tmp_path, "epoch")) == 2
+
+
+def leader_of(folder: Path) -> str:
+    return sorted((folder / "epochs").glob("*.json"))[-1].read_text()
+
+
+def test_a_machine_that_comes_late_takes_part(undisturbed: Path, tmp_path: Path) -> None:
+    said = settings(tmp_path, "1:2", {"replicate": 2}, faults="slow rank=0 step=6 seconds=6")
+    with Machine(said) as one:
+        until(lambda: len(steps_of(tmp_path)) >= 4, "four steps")
+        with Machine(said) as two:
+            assert ended(one, two) == ["ok", "ok"], one.output.read_text()
+    assert steps_of(tmp_path) == [*range(1, STEPS + 1)]
+    assert [event["world_size"] for event in events_of(tmp_path, "start")] == [1, 2]
+    for mine, theirs in zip(numbers(tmp_path)[0], numbers(undisturbed)[0], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def test_a_machine_that_is_asked_to_leave_does_so_between_steps(undisturbed: Path, tmp_path: Path) -> None:
+    said = settings(
+        tmp_path, "1:2", {"shard": 2}, faults="slow rank=0 step=6 seconds=3; slow rank=0 step=3 seconds=1"
+    )
+    with Machine(said) as one, Machine(said) as two:
+        until(lambda: len(steps_of(tmp_path)) >= 4, "four steps")
+        two.send(signal.SIGTERM)
+        assert two.end() == "interrupted"
+        assert one.end() == "ok", one.output.read_text()
+    assert steps_of(tmp_path) == [*range(1, STEPS + 1)]
+    assert [event["reason"] for event in events_of(tmp_path, "node left")] == ["SIGTERM"]
+    assert not events_of(tmp_path, "fault")
+
+
+def test_who_leads_can_leave_too(tmp_path: Path) -> None:
+    said = settings(
+        tmp_path, "1:2", {"shard": 2}, faults="slow rank=0 step=6 seconds=3; slow rank=0 step=3 seconds=1"
+    )
+    with Machine(said) as one, Machine(said) as two:
+        until(lambda: len(steps_of(tmp_path)) >= 4, "four steps")
+        leader, other = (one, two) if f"process {one.pid}" in leader_of(tmp_path) else (two, one)
+        leader.send(signal.SIGTERM)
+        assert leader.end() == "interrupted"
+        assert other.end() == "ok", other.output.read_text()
+    assert steps_of(tmp_path) == [*range(1, STEPS + 1)]
+
+
+def test_an_interrupt_of_any_machine_ends_the_run_everywhere_and_it_goes_on_later(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    said = settings(
+        tmp_path, "2", {"replicate": 2}, faults="slow rank=0 step=6 seconds=2; slow rank=0 step=3 seconds=1"
+    )
+    with Machine(said) as one, Machine(said) as two:
+        until(lambda: len(steps_of(tmp_path)) >= 4, "four steps")
+        two.send(signal.SIGINT)
+        assert ended(one, two) == ["interrupted", "interrupted"], one.output.read_text()
+    said = settings(tmp_path, "2", {"replicate": 2})
+    with Machine(said) as one, Machine(said) as two:
+        assert ended(one, two) == ["ok", "ok"], one.output.read_text()
+    assert same(tmp_path, undisturbed)
+
+
+def test_a_rank_that_fails_is_started_again_on_its_machine(undisturbed: Path, tmp_path: Path) -> None:
+    said = settings(tmp_path, "2", {"replicate": 2}, faults="kill rank=1 step=4; raise rank=0 step=8")
+    with Machine(said) as one, Machine(said) as two:
+        assert ended(one, two) == ["ok", "ok"], one.output.read_text()
+    assert same(tmp_path, undisturbed)
+    assert [event["message"].split(" in step")[0] for event in events_of(tmp_path, "fault")] == [
+        "rank 1 was killed by SIGKILL",
+        "rank 0 failed",
+    ]
+
+
+def test_another_job_is_refused_and_the_keys_are_named(tmp_path: Path) -> None:
+    first, other = (
+        settings(tmp_path, "2", {"replicate": 2}),
+        settings(tmp_path, "2", {"replicate": 2}, log_every=7),
+    )
+    with Machine(first) as one:
+        until(lambda: (tmp_path / "epochs").exists() and leader_of(tmp_path), "a leader")
+        with Machine(other) as two, Machine(first) as three:
+            said = two.end()
+            assert said is not None and "run.log_every = 7 against 1" in said
+            assert ended(one, three) == ["ok", "ok"]
