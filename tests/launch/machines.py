@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -102,7 +103,7 @@ def children_of(pid: int) -> list[int]:
 def _machine(settings: str, ended: Connection, output: str, namespace: str | None) -> None:
     if namespace is not None:
         with Path("/var/run/netns", namespace).open() as file:
-            os.setns(file.fileno(), os.CLONE_NEWNET)
+            ctypes.CDLL(None).setns(file.fileno(), 0x40000000)  # CLONE_NEWNET; os.setns came with Python 3.12
     os.setsid()
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)

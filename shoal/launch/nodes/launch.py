@@ -24,6 +24,7 @@ from shoal.resilience.snapshot import held
 from shoal.run import Run
 
 AGAIN_S = 0.5  # between attempts to reach a leader
+HOLD_BACK = 4  # times the silence after which a machine is lost: others find out, and one of them leads
 
 
 def launch_on_nodes(
@@ -77,6 +78,7 @@ class _Search:
         self._run, self._settings, self._ready, self._here = run, settings, ready, here
         self._secret, self._quiet = secret, quiet
         self._lead: Lead | None = None
+        self._holds_back_until = 0.0
 
     def until_the_run_ends(self) -> Outcome:
         silence_s = self._settings.run.node_deadline_s
@@ -95,6 +97,8 @@ class _Search:
                 raise ConfigError(said["refused"])
             if "left" in said or self._requests.count:
                 return Outcome("interrupted", 0)
+            if said.get("alone"):
+                self._holds_back_until = time.monotonic() + HOLD_BACK * silence_s
             why = said.get("resigned") or parted.why
             self._say(f"who led is gone ({why}); looking for who leads now")
 
@@ -126,6 +130,9 @@ class _Search:
                         continue
             if (done := self._last_step()) is not None:
                 return Outcome("ok", done)
+            if time.monotonic() < self._holds_back_until:
+                time.sleep(AGAIN_S)
+                continue
             self._try_to_lead(1 if epoch is None else epoch.number + 1)
         return Outcome("interrupted", 0)
 

@@ -48,6 +48,10 @@ class ResignedError(Exception):
     """This machine does not lead any more; the run is for others to go on with."""
 
 
+class AloneError(ResignedError):
+    """Others may reach each other, and are to lead before this machine does again."""
+
+
 class Lead:
     """One machine's term of leading, in a thread of its own: from its first epoch until the run ends or somebody else leads.
 
@@ -85,7 +89,7 @@ class Lead:
             with Beat(self._run):
                 said = {"outcome": self._generations()._asdict()}
         except ResignedError as why:
-            said = {"resigned": str(why)}
+            said = {"resigned": str(why), "alone": isinstance(why, AloneError)}
         except Exception as error:
             said = {"outcome": Outcome("failed", 0, f"{type(error).__name__}: {error}")._asdict()}
             raise
@@ -100,11 +104,13 @@ class Lead:
             settings, why = self._gathered()
             if settings is None or settings.plan is None:
                 return self._not_started(why)
+            if self._goes_on:
+                self._claim_next()
+            self._lost_in_silence = False
             outcome = self._generation(settings, settings.plan.world_size)
             if outcome is not None:
                 return outcome
             self._goes_on = True
-            self._claim_next()
 
     def _generation(self, settings: Settings, size: int) -> Outcome | None:
         """Have ranks train until they end; None if there is to be another generation."""
@@ -165,7 +171,7 @@ class Lead:
             if there < self._least:
                 why = f"{there} of at least {self._least} machines came within {policy.nodes_wait_s:g} s"
                 if self._lost_in_silence and now - enough_at > policy.node_deadline_s:
-                    raise ResignedError("others cannot be reached, and here are not enough to go on")
+                    raise AloneError("others cannot be reached, and here are not enough to go on")
             elif settings is not None and (
                 there >= self._most or self._goes_on or now - changed_at > LAST_CALL_S
             ):
