@@ -35,7 +35,7 @@ class Epoch(NamedTuple):
     address: str
     port: int
     after: int = 0
-    """the epoch in which this machine had ranks before, if it takes a run over that goes on"""
+    """the first epoch in which this machine took part, if it takes a run over that goes on"""
 
 
 def folder_of(run: Run) -> Path:

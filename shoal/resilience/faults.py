@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STRUCK = "faults.struck"
-"""the file in `ranks/` that lists faults that have struck, by their place in the setting"""
+"""the file in `ranks/` that lists faults that have struck: their place in the setting, and when, in seconds since 1970"""
 FLIP = "flip"  # one bit of a parameter, which nothing but a comparison notices
 EXTRA = "extra"  # a collective that the others do not make
 PARENT = "parent"  # the process that forked the ranks is killed, and they end with it
@@ -178,9 +178,11 @@ class FaultyStatus(RankStatus):
 
     def _is_first_time(self, number: int) -> bool:
         text = self._struck.read_text() if self._struck.exists() else ""
+        if str(number) in (line.partition(" ")[0] for line in text.splitlines()):
+            return False
         with self._struck.open("a") as file:
-            file.write(f"{number}\n")
-        return str(number) not in text.split()
+            file.write(f"{number} {time.time():.3f}\n")
+        return True
 
 
 def _kill(fault: Fault) -> None:

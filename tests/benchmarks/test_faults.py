@@ -10,12 +10,12 @@ from shoal.resilience.faults import ALL_KINDS, drawn, parse_faults, require_poss
 
 @pytest.mark.usefixtures("warm_nursery")
 def test_a_run_that_went_on_is_right_and_one_with_other_numbers_is_not() -> None:
-    right = _undisturbed("shard 2")
-    found = attempt("shard 2", "kill rank=1 step=3 phase=update", right)
+    right = _undisturbed("shard 2", None)
+    found = attempt("shard 2", "kill rank=1 step=3 phase=update", right, None)
     assert found["right"], found
     assert found["restarts"] == 1
     other = right._replace(tensors=right.tensors | {"model.norm.weight": b""})
-    assert not attempt("shard 2", "exit rank=0 step=2 phase=data", other)["right"]
+    assert not attempt("shard 2", "exit rank=0 step=2 phase=data", other, None)["right"]
 
 
 def test_faults_of_a_campaign_are_possible_and_the_same_for_a_seed() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
-import subprocess
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -13,56 +11,21 @@ from typing import Any
 import pytest
 
 from tests.launch.machines import Machine, events_of, steps_of, until
+from tests.launch.networks import Networks, can_make_networks, networks
 from tests.launch.test_nodes import STEPS, leader_of, numbers, settings
-
-PREFIX = f"sh{os.getpid() % 10_000}"
-NODES = 3
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
-def can_make_networks() -> bool:
-    if os.geteuid() or not shutil.which("ip"):
-        return False
-    name = f"{PREFIX}x"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True)
-    subprocess.run(["ip", "netns", "del", name], capture_output=True)
-    return made.returncode == 0
-
 
 pytestmark = pytest.mark.skipif(not can_make_networks(), reason="needs root and network namespaces")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def networks() -> Generator[None]:
-    """Three machines on a bridge."""
-    ip("link", "add", PREFIX, "type", "bridge")
-    ip("link", "set", PREFIX, "up")
-    try:
-        for number in range(1, NODES + 1):
-            name, port = f"{PREFIX}n{number}", f"{PREFIX}v{number}"
-            ip("netns", "add", name)
-            ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("link", "set", port, "master", PREFIX, "up")
-            ip("-n", name, "addr", "add", f"10.79.0.{number}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield
-    finally:
-        for number in range(1, NODES + 1):
-            subprocess.run(["ip", "netns", "del", f"{PREFIX}n{number}"], capture_output=True)
-        ip("link", "del", PREFIX)
+@pytest.fixture(scope="module")
+def there() -> Generator[Networks]:
+    with networks(3) as made:
+        yield made
 
 
-def plugged(number: int, *, into: bool) -> None:
-    ip("link", "set", f"{PREFIX}v{number}", "up" if into else "down")
-
-
-def machine(folder: Path, number: int, nodes: str, **run: Any) -> Machine:
+def three(there: Networks, folder: Path, nodes: str, **run: Any) -> list[Machine]:
     said = settings(folder, nodes, {"replicate": 3}, interface=None, **run)
-    return Machine(said, namespace=f"{PREFIX}n{number}")
+    return [Machine(said, namespace=there.namespace(number)) for number in (1, 2, 3)]
 
 
 def number_of_leader(folder: Path, machines: list[Machine]) -> int:
@@ -71,10 +34,11 @@ def number_of_leader(folder: Path, machines: list[Machine]) -> int:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(there: Networks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    with machine(folder, 1, "3") as one, machine(folder, 2, "3") as two, machine(folder, 3, "3") as three:
-        assert [one.end(), two.end(), three.end()] == ["ok"] * 3, one.output.read_text()
+    nodes = three(there, folder, "3")
+    with nodes[0], nodes[1], nodes[2]:
+        assert [one.end() for one in nodes] == ["ok"] * 3, nodes[0].output.read_text()
     return folder
 
 
@@ -89,54 +53,56 @@ SLOW = "slow rank=0 step=3 seconds=1; slow rank=0 step=7 seconds=9"
 
 
 def test_a_machine_that_is_cut_off_is_lost_and_takes_part_again_when_it_is_back(
-    undisturbed: Path, tmp_path: Path
+    undisturbed: Path, there: Networks, tmp_path: Path
 ) -> None:
-    nodes = [machine(tmp_path, number, "1:3", faults=SLOW) for number in (1, 2, 3)]
+    nodes = three(there, tmp_path, "1:3", faults=SLOW)
     with nodes[0], nodes[1], nodes[2]:
         until(lambda: len(steps_of(tmp_path)) >= 4, "four steps")
         cut = next(n for n in (1, 2, 3) if n != number_of_leader(tmp_path, nodes))
-        plugged(cut, into=False)
+        there.plug(cut, into=False)
         until(lambda: events_of(tmp_path, "fault"), "a loss", 30)
         until(lambda: len(events_of(tmp_path, "start")) == 2, "a smaller world", 30)
-        plugged(cut, into=True)
+        there.plug(cut, into=True)
         assert [one.end() for one in nodes] == ["ok"] * 3, nodes[0].output.read_text()
     assert_as(undisturbed, tmp_path)
     assert "was not heard for 3 s" in events_of(tmp_path, "fault")[0]["message"]
     assert [event["world_size"] for event in events_of(tmp_path, "start")] == [3, 2, 3]
 
 
-def test_of_two_sides_the_one_with_machines_enough_goes_on(undisturbed: Path, tmp_path: Path) -> None:
-    nodes = [machine(tmp_path, number, "2:3", faults=SLOW) for number in (1, 2, 3)]
+def test_of_two_sides_the_one_with_machines_enough_goes_on(
+    undisturbed: Path, there: Networks, tmp_path: Path
+) -> None:
+    nodes = three(there, tmp_path, "2:3", faults=SLOW)
     with nodes[0], nodes[1], nodes[2]:
         until(lambda: len(steps_of(tmp_path)) >= 4, "four steps")
         cut = number_of_leader(tmp_path, nodes)
-        plugged(cut, into=False)
+        there.plug(cut, into=False)
         try:
             until(lambda: number_of_leader(tmp_path, nodes) != cut, "another leader", 40)
             others = [one for number, one in enumerate(nodes, start=1) if number != cut]
             assert [one.end() for one in others] == ["ok"] * 2, others[0].output.read_text()
         finally:
-            plugged(cut, into=True)
+            there.plug(cut, into=True)
         assert nodes[cut - 1].end() == "ok"  # and hears that it is over
     assert_as(undisturbed, tmp_path)
 
 
-def test_a_short_cut_is_no_loss(undisturbed: Path, tmp_path: Path) -> None:
-    nodes = [machine(tmp_path, number, "3", faults="slow rank=0 step=3 seconds=1") for number in (1, 2, 3)]
+def test_a_short_cut_is_no_loss(undisturbed: Path, there: Networks, tmp_path: Path) -> None:
+    nodes = three(there, tmp_path, "3", faults="slow rank=0 step=3 seconds=1")
     with nodes[0], nodes[1], nodes[2]:
         until(lambda: len(steps_of(tmp_path)) >= 4, "four steps")
-        plugged(2, into=False)
-        until(lambda: not subprocess.run(["sleep", "1"], check=True).returncode, "a second")
-        plugged(2, into=True)
+        there.plug(2, into=False)
+        time.sleep(1.0)
+        there.plug(2, into=True)
         assert [one.end() for one in nodes] == ["ok"] * 3, nodes[0].output.read_text()
     assert numbers(tmp_path) == numbers(undisturbed)
     assert len(events_of(tmp_path, "epoch")) == 1
 
 
 def test_a_leader_that_stands_still_finds_that_another_leads_and_follows(
-    undisturbed: Path, tmp_path: Path
+    undisturbed: Path, there: Networks, tmp_path: Path
 ) -> None:
-    nodes = [machine(tmp_path, number, "2:3", faults=SLOW) for number in (1, 2, 3)]
+    nodes = three(there, tmp_path, "2:3", faults=SLOW)
     with nodes[0], nodes[1], nodes[2]:
         until(lambda: len(steps_of(tmp_path)) >= 4, "four steps")
         leader = nodes[number_of_leader(tmp_path, nodes) - 1]

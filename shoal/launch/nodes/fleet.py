@@ -42,8 +42,6 @@ class Member:
     address: str
     slots: int
     """ranks that it can have"""
-    was: int
-    """the epoch of which it had ranks before, or 0"""
     ranks: range = range(0)
     """those that it has now"""
     stopped: bool = True
@@ -169,7 +167,8 @@ class Fleet:
 
     def _order(self, member: Member, order: Order, place: Place) -> None:
         told = order._replace(ranks=len(member.ranks), place=place)
-        self.tell([member], {"order": told, "epoch": place.epoch})
+        where = {other.name: [other.ranks.start, other.ranks.stop] for other in self.members}
+        self.tell([member], {"order": told, "where": where})
 
     def _greet(self, channel: Channel) -> None:
         """The first word of who connected: it wants to take part."""

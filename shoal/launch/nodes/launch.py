@@ -13,6 +13,7 @@ from shoal.checkpoint.folder import list_checkpoints
 from shoal.cluster import Cluster
 from shoal.config import ConfigError, Settings
 from shoal.launch.after import Outcome
+from shoal.launch.failure import Gone
 from shoal.launch.nodes.channel import Channel, ChannelError, Door, connect
 from shoal.launch.nodes.fleet import Fleet
 from shoal.launch.nodes.lead import Lead, Ready, job_text
@@ -79,6 +80,7 @@ class _Search:
         self._secret, self._quiet = secret, quiet
         self._lead: Lead | None = None
         self._holds_back_until = 0.0
+        self._lost: Gone | None = None
 
     def until_the_run_ends(self) -> Outcome:
         silence_s = self._settings.run.node_deadline_s
@@ -86,6 +88,9 @@ class _Search:
             channel = self._leader()
             if isinstance(channel, Outcome):
                 return channel
+            led = newest(self._run)
+            if led is not None and not self._here.epoch:
+                self._here.epoch = led.number
             parted = self._here.follow(channel, job_text(self._settings), silence_s)
             if self._lead is not None:
                 self._lead.join()
@@ -100,6 +105,9 @@ class _Search:
             if said.get("alone"):
                 self._holds_back_until = time.monotonic() + HOLD_BACK * silence_s
             why = said.get("resigned") or parted.why
+            self._lost = None
+            if led is not None and not said and led.leader != self._here.name:
+                self._lost = Gone(led.leader, self._here.where.get(led.leader, range(0)), why)
             self._say(f"who led is gone ({why}); looking for who leads now")
 
     @property
@@ -141,7 +149,9 @@ class _Search:
         door = Door(self._here.address, self._secret, fleet.doors.put)
         epoch = Epoch(number, self._here.name, self._here.address, door.port, self._here.epoch)
         if claim(self._run, epoch):
-            self._lead = Lead(self._run, self._settings, self._ready, epoch, door, fleet, self._quiet)
+            self._lead = Lead(
+                self._run, self._settings, self._ready, epoch, door, fleet, self._quiet, self._lost
+            )
         else:
             door.close()
             fleet.close({})

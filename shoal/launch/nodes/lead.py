@@ -22,7 +22,7 @@ from shoal.launch.after import (
     why_not,
     with_remedy,
 )
-from shoal.launch.failure import Scene
+from shoal.launch.failure import Gone, Scene
 from shoal.launch.nodes.channel import Channel, ChannelError, Door
 from shoal.launch.nodes.fit import fitted
 from shoal.launch.nodes.fleet import SILENT, Fleet, Member
@@ -33,7 +33,7 @@ from shoal.launch.worker import TRAIN
 from shoal.resilience.epochs import Beat, Epoch, claim, newest
 from shoal.resilience.faults import STRUCK
 from shoal.resilience.restarts import Restarts
-from shoal.run import Run
+from shoal.run import Run, read_json_lines
 from shoal.world.meeting import first_difference, ranks_text
 
 LAST_CALL_S = (
@@ -58,11 +58,19 @@ class Lead:
     Args:
         settings: as the job says. ready: makes them ready for so many ranks, or raises ConfigError.
         epoch: which this machine has claimed, and where it is reached. door: there. fleet: to which the door leads.
-        quiet: reports are in files alone.
+        quiet: reports are in files alone. lost: who led before, if it is gone.
     """
 
     def __init__(
-        self, run: Run, settings: Settings, ready: Ready, epoch: Epoch, door: Door, fleet: Fleet, quiet: bool
+        self,
+        run: Run,
+        settings: Settings,
+        ready: Ready,
+        epoch: Epoch,
+        door: Door,
+        fleet: Fleet,
+        quiet: bool,
+        lost: Gone | None = None,
     ) -> None:
         assert settings.run.nodes_from_to is not None, "for runs on several machines"
         self._least, self._most = settings.run.nodes_from_to
@@ -70,7 +78,8 @@ class Lead:
         self._job = job_text(settings)
         self._epoch, self._door, self._fleet = epoch, door, fleet
         self._restarts = Restarts(settings.run.restarts)
-        self._goes_on = False
+        self._goes_on = _has_begun(run, epoch.after)
+        self._lost = lost
         self._lost_in_silence = False
         self._next_look = 0.0
         self._seen: tuple[str, ...] = ()
@@ -100,12 +109,17 @@ class Lead:
     def _generations(self) -> Outcome:
         if not self._epoch.after:  # else faults have struck already
             (self._run.ranks / STRUCK).unlink(missing_ok=True)
+        if self._lost is not None and self._lost.ranks:
+            text = f"{self._lost.name} is gone, with {ranks_text([*self._lost.ranks])}: it led, and {self._lost.why}"
+            self._event("fault", rank=self._lost.ranks[0], message=text)
+        is_claimed = True
         while True:
             settings, why = self._gathered()
             if settings is None or settings.plan is None:
                 return self._not_started(why)
-            if self._goes_on:
+            if not is_claimed:
                 self._claim_next()
+            is_claimed = False
             self._lost_in_silence = False
             outcome = self._generation(settings, settings.plan.world_size)
             if outcome is not None:
@@ -223,7 +237,7 @@ class Lead:
                     f"its job is not that of the others: {first_difference(join['job'], self._job)}",
                 )
                 continue
-            member = Member(channel, join["name"], join["address"], join["slots"], join["was"])
+            member = Member(channel, join["name"], join["address"], join["slots"])
             self._fleet.members.append(member)
             self._event("node came", node=member.name, ranks=member.slots)
 
@@ -284,6 +298,13 @@ class Lead:
     def _event(self, kind: str, **about: Any) -> None:
         with suppress(OSError):
             self._run.event(kind, **about)
+
+
+def _has_begun(run: Run, since: int) -> bool:
+    """Whether ranks have trained in an epoch from `since` on; 0: none that a machine that is here has seen."""
+    return since > 0 and any(
+        event["event"] == "epoch" and event["epoch"] >= since for event in read_json_lines(run.events_file)
+    )
 
 
 def job_text(settings: Settings) -> str:

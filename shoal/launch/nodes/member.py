@@ -53,14 +53,16 @@ class Here:
     requests: Requests
     health: HealthWatch | None = None
     epoch: int = 0
-    """of which it had ranks last"""
+    """the first in which it took part"""
     ranks: Ranks | None = None
+    where: dict[str, range] = field(default_factory=dict)
+    """ranks of each machine in that epoch"""
     _stack: ExitStack = field(default_factory=ExitStack)
     _served: Served | None = None
 
     def follow(self, channel: Channel, job: str, silence_s: float) -> Parted:
         """Do what a leader says until it has said how the run ended, or is gone; no rank is left then."""
-        join = {"name": self.name, "address": self.address, "slots": self.slots, "was": self.epoch}
+        join = {"name": self.name, "address": self.address, "slots": self.slots}
         asked = self.requests.count
         try:
             channel.send({"join": join | {"job": job}})
@@ -95,7 +97,8 @@ class Here:
 
     def _do(self, message: dict[str, Any], channel: Channel) -> None:
         if "order" in message:
-            self._begin(as_order(message["order"]), message["epoch"])
+            self.where = {name: range(*ranks) for name, ranks in message["where"].items()}
+            self._begin(as_order(message["order"]))
         elif "signal" in message and self.ranks is not None:
             self.ranks.send(signal.Signals(message["signal"]))
         elif "stop" in message:
@@ -104,13 +107,13 @@ class Here:
         elif "say" in message:
             print(message["say"], file=sys.stderr, flush=True)
 
-    def _begin(self, order: Order, epoch: int) -> None:
+    def _begin(self, order: Order) -> None:
         assert order.place is not None
         place = order.place._replace(interface=self.interface)
         order = order._replace(place=place, launcher=os.getpid(), kept=self.kept, device=self.device)
         for rank in range(place.first, place.first + order.ranks):
             RankFiles.of(self.run.ranks, rank).clear()
-        self._served, self.epoch = Served(order), epoch
+        self._served = Served(order)
         if self.ranks is None:
             self.ranks = self._stack.enter_context(Ranks.start(order))
         self.ranks.order(order)
