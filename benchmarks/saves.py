@@ -3,10 +3,10 @@
     python benchmarks/saves.py --out FILE [--device cpu|cuda] [--ranks 1] [--preset 433m] [--batch 64] [--micro-batch 8]
                                [--seq-len 2048] [--every 10] [--saves 2] [--eager] [--threads N] [--folder DIR]
 
-Two runs of `shoal train`, with a save every so many steps: one whose saves are asynchronous and of which a rank is
-killed in the middle, one whose saves are not and which gets a SIGTERM; then its last checkpoint is loaded by one process. Shares
-are of a step, and a step is the median before the first save. The first asynchronous save plans and makes its memory; it is told
-by itself. FILE is written after each run.
+Three runs of `shoal train`: one with an asynchronous save every so many steps, of which a rank is killed in the middle; one whose
+saves are not asynchronous and which gets a SIGTERM, after which its last checkpoint is loaded by one process; one that keeps its
+state in memory after every step, of which a rank is killed. Shares are of a step, and a step is the median before the first save.
+The first asynchronous save plans and makes its memory; it is told by itself. FILE is written after each run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> int:
     found |= {"tokens_a_step": options.batch * options.seq_len, "every": options.every}
     problems = 0
     with tempfile.TemporaryDirectory(dir=options.folder, ignore_cleanup_errors=True) as folder:
-        for part in (asynchronous, synchronous):
+        for part in (asynchronous, synchronous, in_memory):
             name = part.__name__
             try:
                 found[name] = part(Path(folder) / name, options)
@@ -66,20 +66,15 @@ def asynchronous(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     saves = [event for event in events if event["event"] == "save" and event["step"] <= last]
     step_s = _step_s(rows, every)
     size = _size(folder)
-    fault = next(event for event in events if event["event"] == "fault")
-    after = min(row["time"] for row in rows.values() if row["time"] > fault["time"])
-    before = max(row["time"] for row in rows.values() if row["time"] < fault["time"])
     whole = [rows[step]["time"] - rows[step - every]["time"] for step in range(2 * every, last + 1, every)]
     found = _saves(saves, step_s, size) | {
         "first_stall_s": saves[0]["stall_s"],
         "more_than_steps_alone_s": [round(seconds - every * step_s, 4) for seconds in whole],
         "waited_s": [event["seconds"] for event in events if event["event"] == "save waited"],
         "steps_after_s": [rows[event["step"] + 1]["seconds"] for event in saves],
-        "kill_to_next_step_s": round(after - before, 3),
-        "report_to_next_step_s": round(after - fault["time"], 3),
     }
     _clear(folder)
-    return found
+    return found | _after_kill(rows, events)
 
 
 def synchronous(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -104,6 +99,26 @@ def synchronous(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def in_memory(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """No save to the disk, but each rank's part is copied after every step; the last rank is killed."""
+    every, rank = options.every, options.ranks - 1
+    kept = {"every": 0, "memory_every": 1, "last": False}
+    _train(folder, options, steps=2 * every, faults=f"kill rank={rank} step={every + 2}", checkpoint=kept)
+    rows, events = _rows(folder), list(read_json_lines(folder / "events.jsonl"))
+    return {"step_s": round(_step_s(rows, every), 4)} | _after_kill(rows, events)
+
+
+def _after_kill(rows: dict[int, dict[str, Any]], events: list[dict[str, Any]]) -> dict[str, Any]:
+    """From the last step before the kill, and from its report, to the first after it."""
+    fault = next(event for event in events if event["event"] == "fault")
+    after = min(row["time"] for row in rows.values() if row["time"] > fault["time"])
+    before = max(row["time"] for row in rows.values() if row["time"] < fault["time"])
+    return {
+        "kill_to_next_step_s": round(after - before, 3),
+        "report_to_next_step_s": round(after - fault["time"], 3),
+    }
+
+
 def load_seconds(settings: Settings, device: str) -> float:
     """How long one process takes to load the newest checkpoint, every byte checked."""
     import torch
@@ -125,7 +140,8 @@ def load_seconds(settings: Settings, device: str) -> float:
 
 
 def _train(folder: Path, options: argparse.Namespace, *, steps: int, **said: Any) -> Settings:
-    faults, behind = said.get("faults", ""), said.get("asynchronous", True)
+    faults = said.get("faults", "")
+    kept = said.get("checkpoint", {"every": options.every, "asynchronous": said.get("asynchronous", True)})
     big = options.preset in BIG
     table = {
         "model": {"preset": options.preset},
@@ -142,7 +158,7 @@ def _train(folder: Path, options: argparse.Namespace, *, steps: int, **said: Any
             "micro_batch": options.micro_batch,
             "compile": options.device == "cuda" and not options.eager,
         },
-        "checkpoint": {"every": options.every, "asynchronous": behind},
+        "checkpoint": kept,
         "run": {"dir": str(folder), "faults": faults, "log_every": 10, "threads": options.threads},
     }
     settings = make_ready(parse(table, where="saves"))

@@ -18,6 +18,7 @@ from torch import nn
 
 from shoal.data.text import import_extra
 from shoal.job import Precision
+from shoal.parallel.transpose import transpose_by_tiles
 from shoal.plan import Plan
 
 RECIPES = {"float8": "tensorwise", "float8_rowwise": "rowwise"}
@@ -38,6 +39,8 @@ def apply_float8(blocks: Iterable[nn.Module], precision: Precision, plan: Plan, 
         return
     _require_device(precision, device)
     config, convert = _config(precision, device), _torchao(precision).convert_to_float8_training
+    if device.type == "cuda" and torch.version.hip is None:
+        transpose_by_tiles()
     blocks = list(blocks)
     found = [
         (path, module) for block in blocks for path, module in block.named_modules() if _is_aligned(module)
