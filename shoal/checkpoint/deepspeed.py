@@ -103,7 +103,26 @@ def read_deepspeed(folder: Path, *, weights_only: bool = False) -> Taken:
 
 
 def _shards(folder: Path) -> list[Shard]:
-    """The optimizer's files by rank, each there once."""
+    """What the optimizer saved by rank, each rank's there once."""
+    paths = _optimizer_files(folder)
+    shards = {rank: _shard(path) for rank, path in sorted(paths.items())}
+    first = next(iter(shards.values()))
+    count = _count(first)
+    for rank in range(count):
+        if rank not in shards:
+            name = OF_OPTIMIZER.sub(rf"\g<1>{rank}_mp_rank_00_optim_states.pt", first.path.name)
+            raise ValueError(f"{str(folder / name)!r} is missing: {count} ranks saved")
+    for rank, shard in shards.items():
+        if rank >= count or _count(shard) != count:
+            raise ValueError(
+                f"{str(shard.path)!r} is of {_count(shard)} ranks, and {first.path.name} is of {count}: "
+                "the folder holds two saves"
+            )
+    return list(shards.values())
+
+
+def _optimizer_files(folder: Path) -> dict[int, Path]:
+    """The optimizer's files by rank, of a model that is cut over data parallel ranks alone."""
     names = sorted(path.name for path in folder.iterdir())
     if experts := [name for name in names if OF_EXPERTS.fullmatch(name)]:
         raise ValueError(f"{str(folder / experts[0])!r} holds experts of a mixture, which are not read")
@@ -112,29 +131,13 @@ def _shards(folder: Path) -> list[Shard]:
         raise ValueError(
             f"{str(folder)!r} has no file ..._optim_states.pt, as stages 1, 2 and 3 of ZeRO write one a rank"
         )
-    for match in found:
-        if int(match[3]):
-            raise ValueError(
-                f"{str(folder / match[0])!r} is of a model that is cut into tensor or pipeline parallel parts, which are not read"
-            )
+    if other := [match for match in found if int(match[3])]:
+        raise ValueError(
+            f"{str(folder / other[0][0])!r} is of a model that is cut into tensor or pipeline parallel parts, which are not read"
+        )
     if len({match[1] for match in found}) > 1:
         raise ValueError(f"{str(folder)!r} holds files of two saves: {found[0][0]} and {found[-1][0]}")
-    by_rank = {int(match[2]): match[0] for match in found}
-    first = min(by_rank)
-    shards = {rank: _shard(folder / by_rank[rank]) for rank in sorted(by_rank)}
-    count = _count(shards[first])
-    for rank in range(count):
-        if rank not in by_rank:
-            raise ValueError(
-                f"{str(folder / f'{found[0][1]}{rank}_mp_rank_00_optim_states.pt')!r} is missing: {count} ranks saved"
-            )
-    for rank, shard in shards.items():
-        if rank >= count or _count(shard) != count:
-            raise ValueError(
-                f"{str(shard.path)!r} is of {_count(shard)} ranks, and {shards[first].path.name} is of {count}: "
-                "the folder holds two saves"
-            )
-    return list(shards.values())
+    return {int(match[2]): folder / match[0] for match in found}
 
 
 def _shard(path: Path) -> Shard:
@@ -262,9 +265,8 @@ def _cuts_of_lines(model: dict[str, Any], groups: Sequence[Group], first: Shard)
             size = math.prod(shape)
             cuts[name] = Cut(tuple(shape), number, list(_places(bounds, at, at + size)))
             at += size + padding
-        if (
-            not 0 <= bounds[-1] - at < 2 * len(group)
-        ):  # the line's length is made a multiple of twice the ranks
+        # a line is filled up to a multiple of twice the ranks
+        if not 0 <= bounds[-1] - at < 2 * len(group):
             raise _unequal(group, bounds[-1], at)
     return cuts
 
