@@ -10,8 +10,8 @@ import sys
 import pytest
 from torch import nn
 
+from shoal.models.units import find_units
 from shoal.parallel.recompute import recomputed
-from shoal.parallel.units import find_units
 from shoal.plan import Plan
 from shoal.quiet import quiet_libraries
 from tests.train.toy import DIMS, build

@@ -17,6 +17,7 @@ from shoal.checkpoint.folder import Checkpoint, DamagedCheckpointError
 from shoal.checkpoint.layout import DamagedError, Index, Stored, read_index
 from shoal.checkpoint.read import Files, read_box
 from shoal.checkpoint.store import alone_is_fine, told
+from shoal.checkpoint.unpickle import why_unread
 from shoal.data.text import import_extra
 from shoal.models.huggingface.weights import INDEX, SINGLE
 from shoal.run import write_whole
@@ -140,9 +141,7 @@ def _read_torch(source: Path) -> dict[str, Tensor]:
     try:
         found: Any = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of many kinds: not a zip file, a pickle of more than tensors
-        raise ValueError(
-            f"{str(source)!r} cannot be read as tensors: {str(error).splitlines()[0]}"
-        ) from error
+        raise ValueError(f"{str(source)!r} cannot be read as tensors: {why_unread(error)}") from error
     for key in ("state_dict", "model"):  # where others put the weights
         if isinstance(found, dict) and isinstance(found.get(key), dict):
             found = found[key]

@@ -156,10 +156,19 @@ def export(
 
 @app.command("import")
 def import_(
-    source: Path = typer.Argument(help="A torch file, safetensors files, or a DCP folder (with --trust)."),
+    source: Path = typer.Argument(
+        help="A torch file, safetensors files, a checkpoint of DeepSpeed ZeRO, or a DCP folder (with --trust)."
+    ),
     job: str = typer.Argument(help="The job file of the run that is to begin with it."),
     overrides: list[str] = typer.Argument(None, help="key=value words, such as run.dir=runs/mine"),
-    step: int = typer.Option(0, min=0, help="Optimizer steps that count as done."),
+    step: int | None = typer.Option(
+        None,
+        min=0,
+        help="Optimizer steps that count as done; left out: as many as DeepSpeed says, else none.",
+    ),
+    weights: bool = typer.Option(
+        False, "--weights", help="Leave optimizer state out, and begin with a new one."
+    ),
     trust: bool = typer.Option(
         False, "--trust", help="Read a DCP folder, whose .metadata is a pickle that can run any code."
     ),
@@ -168,7 +177,7 @@ def import_(
     """Begin a run with weights from elsewhere: its first checkpoint, from which shoal train goes on.
 
     Names are those of the model, or those that shoal checkpoint export writes. Without optimizer state, that of a new run is
-    taken.
+    taken. Of DeepSpeed, the folder with the file latest is taken, or one with the files of a step in it.
 
     Example: shoal checkpoint import weights.pt examples/quickstart.toml run.dir=runs/mine
     """
@@ -180,7 +189,7 @@ def import_(
     settings = load(job, overrides or [])
     try:
         with stdout_on_stderr(active=as_json):
-            begun = begin_with(source, settings, step=step, trust=trust)
+            begun = begin_with(source, settings, step=step, trust=trust, weights_only=weights)
     except ValueError as error:
         raise fail(str(error)) from error
     except (CheckpointError, OSError) as error:
@@ -189,4 +198,4 @@ def import_(
         typer.echo(json.dumps(begun._asdict() | {"path": str(begun.path)}))
         return
     optimizer = "with its optimizer state" if begun.with_optimizer else "with a new optimizer"
-    typer.echo(f"imported {begun.tensors} tensors {optimizer} into {begun.path}")
+    typer.echo(f"imported {begun.tensors} tensors {optimizer}, after step {begun.step}, into {begun.path}")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from shoal.causes import causes
 from shoal.frames import user_frame
-from shoal.observe.status import Status
+from shoal.observe.status import WHY_BYTES, Status
 from shoal.resilience.memory import is_out_of_memory
 from shoal.run import write_whole
 
@@ -46,6 +46,9 @@ class RankFiles(NamedTuple):
             path.unlink(missing_ok=True)
 
 
+_TOLD = ("message", "time", "secondary", "out_of_memory")
+
+
 class RankError(NamedTuple):
     """One rank's exception; `secondary` guesses that it tells of another rank's end; `time` since 1970."""
 
@@ -67,6 +70,19 @@ class RankError(NamedTuple):
     def write(self, path: Path) -> None:
         write_whole(path, json.dumps(self._asdict(), indent=1))
 
+    def brief(self) -> str:
+        """What fits into the rank's status, which needs no room on the disk: all but the traceback, and cut."""
+        told = {name: getattr(self, name) for name in _TOLD}
+        told |= {
+            "notes": [note[:200] for note in self.notes[:2]],
+            "type": self.type[:200],
+            "frame": self.frame[:200],
+        }
+        while len(text := json.dumps(told, ensure_ascii=False).encode(errors="replace")) > WHY_BYTES:
+            longest = max(("message", "frame", "type"), key=lambda name: len(told[name]))
+            told[longest] = told[longest][: len(told[longest]) * 3 // 4]
+        return text.decode()
+
     @property
     def headline(self) -> str:
         """Type and first lines of the message: what there is room for in a report."""
@@ -79,6 +95,17 @@ def read_error(path: Path) -> RankError | None:
     try:
         return RankError(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, TypeError, json.JSONDecodeError):
+        return None
+
+
+def told_by(status: Status | None) -> RankError | None:
+    """The error of a rank that could not write its file, as its status tells it; None if it tells of none."""
+    if status is None or status.state != "failed" or not status.why:
+        return None
+    place = {name: getattr(status, name) for name in ("rank", "host", "pid", "step", "phase")}
+    try:
+        return RankError(**place, traceback="", **json.loads(status.why))
+    except (TypeError, json.JSONDecodeError):
         return None
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.frames import SHOAL, is_user_file
-from shoal.launch.errors import RankError, RankFiles, read_error
+from shoal.launch.errors import RankError, RankFiles, read_error, told_by
 from shoal.observe.calls import Calls, read_all_calls
 from shoal.observe.host import Memory
 from shoal.observe.status import Status, read_status
@@ -96,7 +96,8 @@ def read_ends(folder: Path, codes: dict[int, tuple[int | None, float]]) -> list[
     for rank, (code, time) in sorted(codes.items()):
         files = RankFiles.of(folder, rank)
         stack = files.stack.read_text(errors="replace") if files.stack.exists() else ""
-        status, error = read_status(files.status), read_error(files.error)
+        status = read_status(files.status)
+        error = read_error(files.error) or told_by(status)
         stopped = code is None and _process_state(status) == "T"
         ends.append(End(rank, code, time, status, error, main_stack(stack), stopped=stopped))
     return ends

@@ -26,7 +26,7 @@ from shoal.models.build import builder
 from shoal.models.moe_presets import MoeDims, num_moe_parameters, resolve_moe
 from shoal.models.presets import LlamaDims, num_parameters, resolve
 from shoal.parallel.initialise import build_on_meta
-from shoal.parallel.spread import require_layout
+from shoal.parallel.spread import require_layout, require_sizes
 from shoal.plan import Plan, effective
 from shoal.planner.auto import searched_plan, why_not_searched
 from shoal.planner.choose import Workload, choose_plan, require_even, with_compile
@@ -167,7 +167,7 @@ def check_hugging_face(settings: Settings, plan: Plan) -> None:
     from shoal.models.huggingface import builder_of
 
     model = builder_of(settings.model.family, vocab_of(settings), **settings.model.options)()
-    model.check_plan(plan, settings.data.seq_len)
+    require_sizes(model, plan, settings.data.seq_len)
 
 
 def check_own(settings: Settings, plan: Plan) -> None:

@@ -206,11 +206,12 @@ def _record(error: BaseException, status: RankStatus, files: RankFiles, log: Tex
         status.finish(status.read().step)
         return None
     record = describe(error, status.read())
-    status.fail()
-    with contextlib.suppress(OSError):  # a full disk must not hide the error that it may have caused
+    status.fail(record.brief())  # where a full disk cannot hide the error that it may have caused
+    with contextlib.suppress(OSError):
+        record.write(files.error)
+    with contextlib.suppress(OSError):
         log.write(record.traceback)
         log.flush()
-        record.write(files.error)
     return record
 
 

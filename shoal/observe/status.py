@@ -20,7 +20,9 @@ from typing import Literal, NamedTuple
 State = Literal["running", "finished", "failed"]
 
 STATES: tuple[State, ...] = ("running", "finished", "failed")
-SIZE_BYTES = 256
+SIZE_BYTES = 2048
+_WHY_AT = 256  # why a rank failed, from here to the end: kept where no disk that is full can be in the way
+WHY_BYTES = SIZE_BYTES - _WHY_AT
 _SEQUENCE = struct.Struct("<8sQ")  # magic, sequence number
 _BODY = struct.Struct(
     "<iiqBdd32s64sd"
@@ -42,6 +44,8 @@ class Status(NamedTuple):
     monotonic: float
     data_s: float = 0.0
     """seconds in phases `DATA` that have ended"""
+    why: str = ""
+    """what a rank that failed said of it"""
 
     def describe(self) -> str:
         """`in step 3, phase eval`."""
@@ -81,9 +85,9 @@ class RankStatus:
         self._step = step
         self._write("finished")
 
-    def fail(self) -> None:
-        """Say that this rank failed, in the phase and step where it is."""
-        self._write("failed")
+    def fail(self, why: str = "") -> None:
+        """Say that this rank failed, in the phase and step where it is, and why (`WHY_BYTES` of UTF-8 are kept)."""
+        self._write("failed", why.encode()[:WHY_BYTES])
 
     def read(self) -> Status:
         """What a reader of the file would see."""
@@ -91,7 +95,7 @@ class RankStatus:
         assert status is not None, "a writer does not interrupt itself"
         return status
 
-    def _write(self, state: State) -> None:
+    def _write(self, state: State, why: bytes = b"") -> None:
         memory, sequence, self._changed = self._memory, self._sequence, time.monotonic()
         _SEQUENCE.pack_into(memory, 0, _MAGIC, sequence + 1)
         _BODY.pack_into(
@@ -107,6 +111,8 @@ class RankStatus:
             self._host,
             self._data_s,
         )
+        if why:
+            memory[_WHY_AT : _WHY_AT + len(why)] = why
         _SEQUENCE.pack_into(memory, 0, _MAGIC, sequence + 2)
         self._sequence = sequence + 2
 
@@ -162,7 +168,8 @@ def _unpack(raw: bytes, torn: bool = False) -> Status | None:
     if magic != _MAGIC or (sequence % 2 and not torn):
         return None
     rank, pid, step, state, wall, monotonic, phase, host, data_s = _BODY.unpack_from(raw, _SEQUENCE.size)
-    return Status(rank, pid, _text(host), step, _text(phase), STATES[state % 3], wall, monotonic, data_s)
+    why = _text(raw[_WHY_AT:SIZE_BYTES])
+    return Status(rank, pid, _text(host), step, _text(phase), STATES[state % 3], wall, monotonic, data_s, why)
 
 
 def _text(raw: bytes) -> str:

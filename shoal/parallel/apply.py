@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.job import Precision
+from shoal.models.units import Unit, find_units
 from shoal.parallel.float8 import apply_float8
 from shoal.parallel.initialise import InitParameter, build, initialiser_of, is_meta, materialise
 from shoal.parallel.offload import offload_activations
@@ -20,7 +21,6 @@ from shoal.parallel.recompute import recomputed_blocks
 from shoal.parallel.replicate import apply_replicate
 from shoal.parallel.shard import apply_shard, is_cut, masters_device, shard_experts
 from shoal.parallel.spread import apply_axes, remember, spread_of
-from shoal.parallel.units import Unit, find_units
 from shoal.parallel.wrap import wrap_forwards
 from shoal.plan import Plan
 from shoal.world import World

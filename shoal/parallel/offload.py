@@ -30,8 +30,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shoal.parallel.host import Lane, Mark
-from shoal.parallel.precision import tensors_in
 from shoal.simulated import is_simulated
+from shoal.tensors import tensors_in
 
 KEPT_BYTES = 1 << 20  # smaller tensors stay: they are many, and a copy costs more than they take
 

@@ -6,8 +6,7 @@ sharding, `fully_shard` casts what it gathers; a whole model is cast here, unit 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from shoal.job import Precision
+from shoal.tensors import cast_floats
 
 
 class Types(NamedTuple):
@@ -75,34 +75,3 @@ def _casted(modules: list[nn.Module], compute: torch.dtype) -> Iterator[None]:
         for module, name, parameter in held:
             object.__delattr__(module, name)
             module._parameters[name] = parameter
-
-
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Every floating-point tensor in nested tuples, lists and dicts, cast."""
-    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in nested tuples, lists, dicts and dataclasses."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = vars(value)
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return (
-        [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, list | tuple) else []
-    )
-
-
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`change` applied to every tensor in nested tuples, lists and dicts; other values are kept."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(item, change) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(map_tensors(item, change) for item in value)
-    return value

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shoal.parallel.precision import map_tensors, tensors_in
-from shoal.parallel.units import Unit
+from shoal.models.units import Unit
 from shoal.plan import Kept, Plan
 from shoal.quiet import quiet_compiled_recompute
+from shoal.tensors import map_tensors, tensors_in
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """of a block's first run and of its second"""

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from shoal.models.units import Unit, group_by_shared_parameters
 from shoal.parallel.precision import Types
-from shoal.parallel.units import Unit, group_by_shared_parameters
 from shoal.parallel.unused import is_needed, use_all
 from shoal.plan import Plan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +18,9 @@ from shoal.parallel.replicate import core
 from shoal.parallel.tensor import apply_tensor, require_divisible
 from shoal.plan import Plan
 from shoal.world import World
+
+if TYPE_CHECKING:
+    from shoal.models.huggingface import HuggingFace
 
 
 class Spread(NamedTuple):
@@ -85,6 +88,17 @@ def require_layout(model: nn.Module, plan: Plan) -> Layout:
     if plan.pipeline > 1 and plan.tensor * plan.expert == 1:  # else its stages are known once it is cut
         require_stages(model, plan, layout)
     return layout
+
+
+def require_sizes(model: HuggingFace, plan: Plan, length: int) -> None:
+    """Refuse a plan that does not fit a model of transformers on sequences of `length` tokens.
+
+    Raises:
+        ValueError: naming the axis and the reason.
+    """
+    if plan.tensor * plan.context * plan.pipeline * plan.expert > 1:
+        require_layout(model, plan)
+        model.check_sizes(plan, length)
 
 
 def apply_axes(model: nn.Module, plan: Plan, world: World) -> Spread:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.parallel.precision import Types, cast_floats, cast_while_running
+from shoal.models.units import Unit
+from shoal.parallel.precision import Types, cast_while_running
 from shoal.parallel.recompute import recomputed
 from shoal.parallel.tensor import with_local_parameters
-from shoal.parallel.units import Unit
 from shoal.plan import Plan
+from shoal.tensors import cast_floats
 
 Forward = Callable[..., Any]
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.parallel.precision import map_tensors
+from shoal.tensors import map_tensors
 
 FIRST_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # torch's own
 BROADCAST_BYTES = 250 << 20  # of parameters that are sent at a time when copies are made

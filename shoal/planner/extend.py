@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.cluster import Cluster
+from shoal.models.units import Unit, find_units
 from shoal.parallel.initialise import build_on_meta
-from shoal.parallel.units import Unit, find_units
 from shoal.plan import Plan
 from shoal.planner.fake_device import outside
 from shoal.planner.repeat import NotPeriodicError, extend

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from shoal.cluster import GIB, Cluster
 from shoal.config import Settings
+from shoal.models.units import find_units
 from shoal.parallel.initialise import build_on_meta
-from shoal.parallel.units import find_units
 from shoal.plan import Plan
 from shoal.planner.candidates import Base, Guess, candidates, guess
 from shoal.planner.cost import costs_of

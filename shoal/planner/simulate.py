@@ -25,10 +25,10 @@ import shoal.parallel.replicate as replicate
 from shoal.cluster import Cluster
 from shoal.data.cut import StepBatch
 from shoal.job import Optimizer, Precision
+from shoal.models.units import find_units
 from shoal.parallel.apply import parallelize
 from shoal.parallel.replicate import core
 from shoal.parallel.spread import spread_of
-from shoal.parallel.units import find_units
 from shoal.plan import Plan
 from shoal.planner.buckets import SimulatedCopies
 from shoal.planner.compiled import simulate_compile

@@ -17,10 +17,10 @@ from shoal.data.text import SourceKind, source_kind
 from shoal.data.tokenizer import bytes_tokenizer, hugging_face_tokenizer
 from shoal.data.user import collate_of, first_sample, is_iterable
 from shoal.models.build import builder
-from shoal.parallel.precision import map_tensors
 from shoal.plan import Plan
 from shoal.planner.fake_device import outside
 from shoal.planner.simulate import Work
+from shoal.tensors import map_tensors
 from shoal.train.rates import Rates, rates_of
 from shoal.train.setup import choose_objective
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
+from shoal.checkpoint.huggingface import export_huggingface
 from shoal.checkpoint.store import load, model_state
 from shoal.data.batches import open_dataset
 from shoal.data.format import read_index
 from shoal.models.build import builder
-from shoal.models.huggingface import export_huggingface
 from shoal.parallel.apply import parallelize
 from shoal.plan import Plan
 from shoal.train.sample import last_checkpoint

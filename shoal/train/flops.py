@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.models.moe_presets import MoeDims, num_moe_parameters
 from shoal.models.presets import LlamaDims, num_parameters
-from shoal.parallel.precision import map_tensors
+from shoal.tensors import map_tensors
 from shoal.train.objective import Objective
 
 

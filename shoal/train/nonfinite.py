@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.data.cut import MicroBatch
-from shoal.parallel.precision import tensors_in
 from shoal.parallel.replicate import core
+from shoal.tensors import tensors_in
 from shoal.train.optimizer import local
 from shoal.train.step import Step, StepResult, sum_of_squares
 from shoal.train.watch import Sight, first_bad, watched

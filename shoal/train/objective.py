@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.parallel.precision import tensors_in
 from shoal.parallel.tensor import cross_entropy_sum, whole_output
+from shoal.tensors import tensors_in
 
 
 class Loss(NamedTuple):

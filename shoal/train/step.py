@@ -27,10 +27,11 @@ from shoal.parallel.apply import accumulation
 from shoal.parallel.balance import Balance
 from shoal.parallel.initialise import seed_of
 from shoal.parallel.pipeline import Pipeline
-from shoal.parallel.precision import map_tensors, tensors_in, types_of
+from shoal.parallel.precision import types_of
 from shoal.parallel.shard import sum_whole_gradients
 from shoal.parallel.spread import spread_of
 from shoal.plan import Plan
+from shoal.tensors import map_tensors, tensors_in
 from shoal.train.kernels import attention_kernels
 from shoal.train.objective import Objective, output_of
 from shoal.train.optimizer import LocalOptimizer

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.parallel.precision import tensors_in
 from shoal.parallel.replicate import core
+from shoal.tensors import tensors_in
 from shoal.train.optimizer import local
 from shoal.train.step import Step
 

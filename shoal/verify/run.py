@@ -208,7 +208,7 @@ def _experts_of(task: Settings) -> int:
     if task.model.family == "moe":
         return resolve_moe(task.model, task.data.vocab).experts
     if task.model.family.startswith(HF):
-        from shoal.models.huggingface.shrink import num_experts
+        from shoal.verify.huggingface import num_experts
 
         return num_experts(task.model.family, task.model.options)
     return 1
@@ -220,7 +220,7 @@ def ends_and_experts(settings: Settings) -> dict[str, Any]:
         dims = small_moe_dims(resolve_moe(settings.model, settings.data.vocab), Plan())
         return {"tied": dims.base.tied, "experts": dims.experts}
     if settings.model.family.startswith(HF):
-        from shoal.models.huggingface.shrink import is_tied, num_experts, small_options
+        from shoal.verify.huggingface import is_tied, num_experts, small_options
 
         family = settings.model.family
         options = small_options(family, settings.model.options, Plan(), small_length(Plan()))

@@ -68,7 +68,7 @@ def shrink(settings: Settings, plan: Plan, steps: int = STEPS) -> tuple[Settings
 
 def _small_hugging_face(settings: Settings, plan: Plan) -> dict[str, object]:
     """A small model of the same kind with new weights, and random tokens of its vocabulary."""
-    from shoal.models.huggingface.shrink import small_options, vocabulary
+    from shoal.verify.huggingface import small_options, vocabulary
 
     family, theirs = settings.model.family, source_kind(settings.data.source) is SourceKind.USER
     length = settings.data.seq_len if theirs else small_length(plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -28,9 +29,9 @@ def loop(settings: Settings, world: World, status: RankStatus, stop: StopFlag) -
             if fault and world.rank == 1 and step == 3 and phase == settings.model.options["phase"]:
                 if fault == "return":
                     return
-                if fault == "linger":  # as on GPUs, where others wait inside a collective
+                if fault in ("linger", "full"):  # as on GPUs, where others wait inside a collective
                     world.close = lambda wait=True: read_forever()
-                    raise_error()
+                    FAULTS["raise" if fault == "linger" else fault]()
                 FAULTS[fault]()
             asked = torch.tensor([float(stop.requested)])
             dist.all_reduce(asked)
@@ -44,6 +45,12 @@ def raise_error() -> None:
     raise ValueError("bad sample at index 1234")
 
 
+def raise_error_with_no_room_for_it() -> None:
+    """No file can grow from here on, as on a full disk: for a rank's error there is no room, nor for its log."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    raise_error()
+
+
 def kill_itself() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -52,7 +59,12 @@ def read_forever() -> None:
     time.sleep(1000)
 
 
-FAULTS = {"raise": raise_error, "kill": kill_itself, "stuck": read_forever}
+FAULTS = {
+    "raise": raise_error,
+    "full": raise_error_with_no_room_for_it,
+    "kill": kill_itself,
+    "stuck": read_forever,
+}
 
 
 def hello(settings: Settings, world: World, status: RankStatus, stop: StopFlag) -> None:

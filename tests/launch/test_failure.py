@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from shoal.launch.errors import RankError, RankFiles, is_secondary
-from shoal.launch.failure import End, Scene, find_culprit, main_stack, own_report, waits
+from shoal.launch.failure import End, Scene, find_culprit, main_stack, own_report, read_ends, waits
 from shoal.observe.host import GIB, Memory
 from shoal.observe.status import RankStatus, State, Status, read_status
 from shoal.world.meeting import DeadlineError
@@ -108,3 +108,21 @@ def test_the_main_thread_is_found_in_a_dump_of_many() -> None:
     )
     assert waits(main_stack(text))
     assert "pin.py" not in main_stack(text)
+
+
+def test_an_error_is_told_by_a_status_too_as_far_as_it_fits(tmp_path: Path) -> None:
+    written = RankStatus(tmp_path / "1.status", rank=1)
+    written.enter("step", 3)
+    for size in (3, 100_000):
+        whole = error(1, 2.5)._replace(message="ä" * size, frame="x.py:3 in f", notes=["n" * 9_000] * 9)
+        written.fail(whole.brief())
+        (end,) = read_ends(tmp_path, {1: (None, 0.0)})
+        assert end.error is not None and end.error.message
+        assert whole.message.startswith(end.error.message) and (
+            size > 3 or end.error.message == whole.message
+        )
+        assert (end.error.rank, end.error.step, end.error.phase, end.error.time) == (1, 3, "step", 2.5)
+        assert (end.error.type, end.error.frame) == (whole.type, whole.frame)
+    error(1, 3.0)._replace(message="whole").write(tmp_path / "1.error.json")
+    (end,) = read_ends(tmp_path, {1: (None, 0.0)})
+    assert end.error is not None and end.error.message == "whole"  # the file has all of it

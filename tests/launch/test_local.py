@@ -126,6 +126,15 @@ def test_a_rank_that_failed_and_cannot_leave_ends_the_run_soon(
     assert took_s < 30
 
 
+def test_a_rank_whose_error_finds_no_room_on_the_disk_is_told_with_it(
+    failed: Callable[[str, str], Failed],
+) -> None:
+    outcome, _, folder, _ = failed("full", "step")
+    assert not (folder / "ranks" / "1.error.json").exists()
+    assert outcome.report.startswith(CAUSES["raise"].format("step"))
+    assert f"targets.py:{line_of('raise ValueError')} in raise_error: raise ValueError(" in outcome.report
+
+
 def test_a_stuck_rank_is_shown_with_its_stack_and_warned_of_first(
     failed: Callable[[str, str], Failed],
 ) -> None:

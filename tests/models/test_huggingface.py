@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.parallel.spread import require_sizes
 from shoal.plan import Plan
 from shoal.world import World
 from tests.ranks import run_ranks
@@ -126,9 +127,9 @@ def test_experts_that_cannot_be_shared_are_refused() -> None:
     from shoal.models.huggingface import builder_of
 
     with pytest.raises(ValueError, match=r"plan.expert = 3 does not divide the 4 experts.*\[1, 2, 4\]"):
-        builder_of(str(folder_of("mixtral")))().check_plan(Plan(shard=3, expert=3), 12)
+        require_sizes(builder_of(str(folder_of("mixtral")))(), Plan(shard=3, expert=3), 12)
     with pytest.raises(ValueError, match="shares the experts of a mixture"):
-        builder_of(str(folder_of("llama")))().check_plan(Plan(shard=2, expert=2), 12)
+        require_sizes(builder_of(str(folder_of("llama")))(), Plan(shard=2, expert=2), 12)
 
 
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kinds in OTHERS.items() for kind in kinds])
@@ -218,7 +219,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_ranks_start(
     from shoal.models.huggingface import builder_of
 
     with pytest.raises(ValueError, match=r"plan\.") as raised:
-        builder_of(str(folder_of("llama")))().check_plan(plan, length)
+        require_sizes(builder_of(str(folder_of("llama")))(), plan, length)
     assert all(word in str(raised.value) for word in words), raised.value
 
 
@@ -238,11 +239,11 @@ def test_dropout_in_the_way_is_named_by_the_familys_own_entries_and_gone_without
 
     folder = str(toy.folder_of(kind, **changes))
     with pytest.raises(ValueError, match=r"drop") as raised:
-        builder_of(folder)().check_plan(plan, 16)
+        require_sizes(builder_of(folder)(), plan, 16)
     words = re.findall(r"model\.options\.config\.\w+=[\d.]+", str(raised.value))
     options = apply_overrides({}, words)["model"]["options"]
     assert set(options["config"]) <= set(changes)
-    builder_of(folder, **options)().check_plan(plan, 16)
+    require_sizes(builder_of(folder, **options)(), plan, 16)
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole(tmp_path: Path) -> None:

@@ -55,7 +55,8 @@ class Seen(NamedTuple):
 
 
 def read_and_run(world: World, plan: Plan, folder: Path, out: Path | None = None) -> Seen:
-    from shoal.models.huggingface import builder_of, export_huggingface
+    from shoal.checkpoint.huggingface import export_huggingface
+    from shoal.models.huggingface import builder_of
     from shoal.models.huggingface.weights import StoredWeights
     from shoal.train.objective import output_of
 
@@ -108,7 +109,8 @@ def test_parts_of_a_cut_model_are_read_right(plan: Plan, tmp_path: Path) -> None
 
 
 def train_lora(world: World, plan: Plan, folder: Path, out: Path | None = None) -> toy.Record:
-    from shoal.models.huggingface import builder_of, export_huggingface
+    from shoal.checkpoint.huggingface import export_huggingface
+    from shoal.models.huggingface import builder_of
 
     lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
     model = parallelize(builder_of(str(folder), lora=lora), plan, world, precision="fp64", seed=7)
@@ -188,7 +190,7 @@ def test_an_export_has_adapters_added_into_its_weights(tmp_path: Path) -> None:
 def export_llama(world: World, plan: Plan, out: Path) -> Tensor:
     from functools import partial
 
-    from shoal.models.huggingface import export_huggingface
+    from shoal.checkpoint.huggingface import export_huggingface
     from shoal.train.objective import output_of
 
     model = parallelize(partial(Llama, DIMS), plan, world, seed=3)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import os
 import re
 import subprocess
 import sys
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -20,113 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from shoal.checkpoint.folder import commit, start
 from shoal.cli import app
-from shoal.config import Settings, parse
-from shoal.observe.charts import axis, decimate, short, smooth
+from shoal.config import Settings
 from shoal.observe.report import write_report
 from shoal.observe.status import RankStatus
 from shoal.run import Run, append_json
-
-VOID = {"meta", "br"}
-JOB = {
-    "model": {"preset": "1m"},
-    "data": {"source": "stdlib"},
-    "train": {"steps": 8},
-    "plan": {"replicate": 2},
-    "run": {"data": "prepared"},
-}
-
-
-class Page(HTMLParser):
-    """A parsed page: its elements with their attributes, and the text inside each kind of element."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.html = html
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[tuple[str, str]] = []
-        self.feed(html)
-        self.close()
-        assert self.open == [], "every element is closed"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and data.strip():
-            self.texts.append((self.open[-1], data))
-
-    def text(self, tag: str) -> list[str]:
-        return [text for inside, text in self.texts if inside == tag]
-
-    def all(self, tag: str, kind: str = "") -> list[dict[str, str | None]]:
-        """Attributes of elements; of those with a class, if it is given."""
-        found = [attrs for name, attrs in self.elements if name == tag]
-        return [attrs for attrs in found if not kind or kind in (attrs.get("class") or "").split()]
-
-    @property
-    def headline(self) -> str:
-        (line,) = self.text("h1")
-        return line
-
-    @property
-    def words(self) -> str:
-        return " ".join(text for tag, text in self.texts if tag not in ("style", "script"))
-
-
-def new_run(path: Path, **job: Any) -> Run:
-    run = Run(path)
-    run.create()
-    tables = {key: {**JOB.get(key, {}), **job.get(key, {})} for key in {*JOB, *job}}
-    run.job_file.write_text(parse(tables, where="test").to_toml(), encoding="utf-8")
-    return run
-
-
-def add_steps(run: Run, first: int, last: int, **changes: Any) -> None:
-    lines = []
-    for step in range(first, last + 1):
-        record = {"step": step, "loss": 6.0 - step / (last + 1), "grad_norm": 1.5, "lr": 1e-3, "tokens": 100}
-        record |= {"seconds": 0.5, "tokens_per_s": 200.0, "mfu": None, "memory": 2**30, **changes}
-        lines.append(json.dumps(record) + "\n")
-    with run.metrics_file.open("a", encoding="utf-8") as file:
-        file.writelines(lines)
-
-
-def finished_run(path: Path, **job: Any) -> Run:
-    run = new_run(path, **job)
-    run.event("start", step=0, world_size=2, plan="replicate 2")
-    add_steps(run, 1, 8)
-    append_json(run.metrics_file, {"step": 8, "eval_loss": 5.25, "eval_weight": 64, "seconds": 0.1})
-    for rank in (0, 1):
-        append_json(run.ranks / f"{rank}.jsonl", {"step": 8, "seconds": 0.5, "memory": (rank + 1) * 2**30})
-    run.event("end", step=8)
-    return run
-
-
-def add_checkpoint(run: Run, step: int) -> None:
-    aside = start(run.checkpoints, step)
-    (aside / "data").write_bytes(bytes(2**20))
-    commit(aside, {"step": step, "written": 1.7e9})
-
-
-def report_of(run: Run) -> Page:
-    return Page(write_report(run).read_text(encoding="utf-8"))
-
-
-def shapes(page: Page) -> list[str]:
-    """All places in pictures, as text."""
-    geometry = ("x", "y", "x1", "x2", "y1", "y2", "cx", "cy", "width", "height", "points", "data-values")
-    return [str(attrs[name]) for _, attrs in page.elements for name in geometry if attrs.get(name)]
+from tests.observe.page import add_checkpoint, add_steps, finished_run, new_run, report_of, shapes
 
 
 def test_a_finished_run_is_told_in_a_sentence_numbers_charts_and_tables(tmp_path: Path) -> None:
@@ -456,62 +353,6 @@ def test_ten_thousand_steps_of_eight_ranks_take_less_than_half_a_second_and_few_
     assert (run.path / "report.html").stat().st_size < 300_000
     for path in report_of(run).all("polyline"):
         assert len(str(path["points"]).split()) <= 602
-
-
-FINITE = st.floats(-1e99, 1e99)
-
-
-@given(st.lists(FINITE, min_size=1), st.booleans(), st.booleans())
-def test_an_axis_holds_all_values_and_has_a_few_ticks(
-    values: list[float], from_zero: bool, log: bool
-) -> None:
-    made = axis(values, from_zero=from_zero, log=log)
-    assert all(-1e-6 <= made.place(value) <= 1 + 1e-6 for value in values)
-    assert 2 <= len(made.ticks) <= 12
-    assert all(-1e-6 <= made.place(tick) <= 1 + 1e-6 for tick in made.ticks)
-
-
-@given(st.integers(0, 10**6), st.integers(0, 10**6))
-def test_an_axis_of_steps_ends_at_the_steps_and_has_whole_ticks_inside(first: int, more: int) -> None:
-    made = axis([float(first), float(first + more)], whole=True, tight=True)
-    assert made.ticks and all(tick == int(tick) and 0 <= made.place(tick) <= 1 for tick in made.ticks)
-    if more:
-        assert (made.low, made.high) == (first, first + more)
-
-
-@given(st.lists(FINITE, min_size=1, max_size=3000), st.integers(20, 600))
-def test_fewer_points_keep_the_ends_and_the_extremes(heights: list[float], most: int) -> None:
-    points = [(float(x), y) for x, y in enumerate(heights)]
-    kept = decimate(points, most)
-    assert len(kept) <= most + 4
-    assert (kept[0], kept[-1]) == (points[0], points[-1])
-    assert {min(heights), max(heights)} <= {y for _, y in kept}
-    assert kept == sorted(kept)
-
-
-def test_a_smoothed_line_keeps_a_level_and_does_not_lag_behind_a_slope() -> None:
-    assert all(math.isclose(y, 3.0) for _, y in smooth([(x, 3.0) for x in range(100)]))
-    slope = smooth([(float(x), float(x)) for x in range(1000)])
-    assert all(abs(x - y) < 1e-6 for x, y in slope[400:600])
-    jump = [(float(x), 0.0) for x in range(1000)] + [(1000.0, 21.0)]
-    assert smooth(jump)[-1][1] < 2.1, "its end is a mean, too"
-    assert smooth([(0.0, 1.0)] * 19) == []
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (1234, "1,234"),
-        (12_345, "12.3k"),
-        (5.24e9, "5.24G"),
-        (3e-4, "3e-4"),
-        (-2.5, "-2.5"),
-        (1e20, "1e20"),
-    ],
-)
-def test_numbers_are_short(value: float, text: str) -> None:
-    assert short(value) == text
 
 
 def test_the_command_writes_the_page_and_prints_where(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ Names of parameters are Hugging Face's, so that weights are read, saved and expo
 from __future__ import annotations
 
 from shoal.models.huggingface.adapter import HuggingFace
-from shoal.models.huggingface.export import export_huggingface
 from shoal.models.huggingface.source import builder_of
 
-__all__ = ["HuggingFace", "builder_of", "export_huggingface"]
+__all__ = ["HuggingFace", "builder_of"]

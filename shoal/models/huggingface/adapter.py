@@ -25,9 +25,8 @@ from shoal.models.huggingface.experts import by_rows
 from shoal.models.huggingface.layout import Structure, layout_for
 from shoal.models.huggingface.weights import Part, StoredWeights, is_adapter, plain_name
 from shoal.models.llama import document_mask
-from shoal.parallel.precision import cast_floats
-from shoal.parallel.spread import require_layout
 from shoal.plan import Plan, fewer_stages
+from shoal.tensors import cast_floats
 
 
 class HuggingFace(nn.Module):
@@ -132,15 +131,12 @@ class HuggingFace(nn.Module):
             by_rows(self.inner.get_submodule(path), plan.expert)
         return found
 
-    def check_plan(self, plan: Plan, length: int) -> None:
-        """Refuse a plan that does not fit this model on sequences of `length` tokens.
+    def check_sizes(self, plan: Plan, length: int) -> None:
+        """Refuse a plan whose degrees do not fit the sizes of this model, of which `layout` was asked, or `length` tokens.
 
         Raises:
             ValueError: naming the axis and the reason.
         """
-        if plan.tensor * plan.context * plan.pipeline * plan.expert == 1:
-            return
-        require_layout(self, plan)
         blocks, heads = len(self.structure.blocks), self.config.num_attention_heads // plan.tensor
         if plan.stages > blocks:
             raise ValueError(

@@ -15,7 +15,7 @@ from torch import nn
 
 from shoal.layout import Layout
 from shoal.models.huggingface.experts import CALL, mixtures
-from shoal.parallel.units import find_units
+from shoal.models.units import find_units
 from shoal.plan import Plan
 
 WHOLE_STYLES = {"replicated_with_grad_allreduce", "replicate", "sequence_parallel"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from shoal.parallel.units import find_units, group_by_shared_parameters
+from shoal.models.units import find_units, group_by_shared_parameters
 from tests.parallel.models import Awkward, Layer
 
 

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from shoal.config import parse
+from shoal.parallel.spread import require_sizes
 from shoal.plan import Plan
 from shoal.verify.run import ends_and_experts, every_plan
 
 pytest.importorskip("transformers")
 
 from shoal.models.huggingface import builder_of
-from shoal.models.huggingface.shrink import is_tied, num_experts, small_options
+from shoal.verify.huggingface import is_tied, num_experts, small_options
 
 LENGTH = 12
 
@@ -51,10 +52,10 @@ def test_a_model_of_any_kind_becomes_small_and_can_be_cut_as_before(
         model = builder_of(family, **small_options(family, {}, plan, LENGTH))()
         assert sum(parameter.numel() for parameter in model.parameters()) < 4e6
         if plan in allowed:
-            model.check_plan(plan, LENGTH)
+            require_sizes(model, plan, LENGTH)
         else:
             with pytest.raises(ValueError, match=r"^plan\.(tensor|expert) = 2"):
-                model.check_plan(plan, LENGTH)
+                require_sizes(model, plan, LENGTH)
 
 
 def test_kinds_of_blocks_groups_of_heads_and_experts_stay(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from shoal.models.huggingface.adapter import HuggingFace
 from shoal.models.huggingface.experts import mixtures
 from shoal.models.huggingface.source import builder_of, read_config
+from shoal.parallel.spread import require_sizes
 from shoal.plan import Plan
 
 WINDOW = 5  # shorter than the short sequences, so that windows still matter
@@ -81,7 +82,7 @@ def _candidates(config: Any, plan: Plan, head_width: int, same_tokens: bool) -> 
 
 def _is_allowed(model: HuggingFace, plan: Plan, length: int) -> bool:
     try:
-        model.check_plan(plan, length)
+        require_sizes(model, plan, length)
     except ValueError:
         return False
     return True
