@@ -24,7 +24,7 @@ def apply_replicate(
         may_skip_parameters: a forward may leave parameters unused, perhaps others on each rank.
 
     [Note: buckets that stay] After the first backward DistributedDataParallel puts gradients into other buckets, in the order in
-    which they came. From three ranks on a sum depends on where in its bucket it is, so a run that goes on would have other bits in
+    which they came. From three ranks on a sum depends on its place in a bucket, so a run that goes on would have other bits in
     its first step than one that nothing disturbed. It leaves them as they are where parameters may be unused, which on a CPU
     costs next to nothing. On GPUs the faster buckets are worth more than the last bit.
     """
