@@ -74,7 +74,7 @@ def asynchronous(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "steps_after_s": [rows[event["step"] + 1]["seconds"] for event in saves],
     }
     _clear(folder)
-    return found | _after_kill(rows, events)
+    return found | _after_kill(folder, events)
 
 
 def synchronous(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -105,14 +105,15 @@ def in_memory(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     kept = {"every": 0, "memory_every": 1, "last": False}
     _train(folder, options, steps=2 * every, faults=f"kill rank={rank} step={every + 2}", checkpoint=kept)
     rows, events = _rows(folder), list(read_json_lines(folder / "events.jsonl"))
-    return {"step_s": round(_step_s(rows, every), 4)} | _after_kill(rows, events)
+    return {"step_s": round(_step_s(rows, every), 4)} | _after_kill(folder, events)
 
 
-def _after_kill(rows: dict[int, dict[str, Any]], events: list[dict[str, Any]]) -> dict[str, Any]:
+def _after_kill(folder: Path, events: list[dict[str, Any]]) -> dict[str, Any]:
     """From the last step before the kill, and from its report, to the first after it."""
     fault = next(event for event in events if event["event"] == "fault")
-    after = min(row["time"] for row in rows.values() if row["time"] > fault["time"])
-    before = max(row["time"] for row in rows.values() if row["time"] < fault["time"])
+    times = [row["time"] for row in read_json_lines(folder / "metrics.jsonl")]
+    after = min(time for time in times if time > fault["time"])
+    before = max(time for time in times if time < fault["time"])
     return {
         "kill_to_next_step_s": round(after - before, 3),
         "report_to_next_step_s": round(after - fault["time"], 3),
@@ -183,7 +184,11 @@ def _saves(saves: list[dict[str, Any]], step_s: float, size: int) -> dict[str, A
 
 
 def _rows(folder: Path) -> dict[int, dict[str, Any]]:
-    return {row["step"]: row for row in read_json_lines(folder / "metrics.jsonl")}
+    """Of each step the first: after a kill some are taken again."""
+    rows: dict[int, dict[str, Any]] = {}
+    for row in read_json_lines(folder / "metrics.jsonl"):
+        rows.setdefault(row["step"], row)
+    return rows
 
 
 def _step_s(rows: dict[int, dict[str, Any]], every: int) -> float:

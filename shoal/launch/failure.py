@@ -20,6 +20,7 @@ from shoal.observe.verdict import Mismatch, find_absence, find_mismatch, ranks_t
 
 COMPILING = re.compile(r"torch/(_dynamo/convert_frame|_inductor/(compile_fx|graph|scheduler))\.py")
 MISMATCHED = ".MismatchError"  # of ranks that compare their calls: each raises the same
+STACK = "(most recent call first):\n"  # before what faulthandler writes of a stack
 WAITING = re.compile(r"torch/distributed/(?!checkpoint|elastic)|shoal/launch/(meeting|rendezvous)\.py")
 
 
@@ -200,12 +201,8 @@ def is_compiling(stack: str) -> bool:
 
 
 def main_stack(text: str) -> str:
-    """The main thread's part of the last dump in a faulthandler file: the one that began in the worker."""
-    dumps = text.split("Current thread ")[-1] if text.count("Current thread ") > 1 else text
-    threads = re.split(r"(?=(?:Current thread|Thread) 0x)", dumps)
-    # a stack is cut after 100 frames; the main thread is the one that takes the signal
-    deep = (thread for thread in threads if thread.startswith("Current") and "\n  ..." in thread)
-    return next((thread for thread in reversed(threads) if "launch/worker.py" in thread), next(deep, ""))
+    """The last dump in a faulthandler file; each is of the main thread, which is the one that takes the signal."""
+    return text.rpartition(STACK)[2]
 
 
 def _died(end: End) -> bool:

@@ -223,12 +223,15 @@ def _set_threads(settings: Settings, local_size: int) -> None:
 
 @contextlib.contextmanager
 def _stacks_on_request(path: Path) -> Generator[None, None, None]:
-    """On SIGUSR1 write the Python stacks of all threads to `path`, even from inside a call into C++."""
+    """On SIGUSR1 write the main thread's Python stack to `path`, even from inside a call into C++.
+
+    Not those of all threads: they run on meanwhile, and ranks that compiled died of it by SIGSEGV (torch 2.11, Python 3.12).
+    """
     signal.signal(
         signal.SIGUSR1, signal.SIG_IGN
     )  # afterwards as well: asked while it leaves, a rank must not die of it
     with path.open("w") as file:
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
         try:
             yield
         finally:

@@ -307,7 +307,7 @@ def hand_over(policy: CheckpointPolicy, run: Run, world: World) -> Generator[Han
     """To whom this rank hands saves over while the block runs; None: ranks write themselves. Collective.
 
     That is the launcher of `shoal train`. Where another one started the ranks, all on this host, it is a thread of rank 0.
-    On GPUs the job has to ask for it: what it costs there has not been measured.
+    On GPUs the job has to ask for it: what it costs there has been measured on one, not on several.
     """
     if policy.asynchronous is None and world.device.type != "cpu":
         yield None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from shoal.launch.errors import RankError, RankFiles, is_secondary
 from shoal.launch.failure import End, Scene, find_culprit, main_stack, own_report, read_ends, waits
+from shoal.launch.worker import _stacks_on_request
 from shoal.observe.host import GIB, Memory
 from shoal.observe.status import RankStatus, State, Status, read_status
 from shoal.world.meeting import DeadlineError
@@ -100,14 +102,25 @@ def test_errors_of_peers_are_told_from_causes() -> None:
         assert is_secondary(wrapped)
 
 
-def test_the_main_thread_is_found_in_a_dump_of_many() -> None:
-    text = (
-        'Thread 0x1 (most recent call first):\n  File "/x/pin.py", line 1 in loop\n\n'
-        'Current thread 0x2 (most recent call first):\n  File "/x/torch/distributed/a.py", line 1 in f\n'
-        '  File "/x/shoal/launch/worker.py", line 1 in run_rank\n'
+def test_of_several_dumps_the_last_is_taken(tmp_path: Path) -> None:
+    def asked() -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    def asked_again() -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    with _stacks_on_request(tmp_path / "0.stack"):
+        asked()
+        asked_again()
+        text = (tmp_path / "0.stack").read_text()
+    assert " in asked\n" in text
+    assert " in asked_again\n" in main_stack(text)
+    assert " in asked\n" not in main_stack(text)
+    assert waits(
+        main_stack(
+            f'{text}Stack (most recent call first):\n  File "/x/torch/distributed/a.py", line 1 in f\n'
+        )
     )
-    assert waits(main_stack(text))
-    assert "pin.py" not in main_stack(text)
 
 
 def test_an_error_is_told_by_a_status_too_as_far_as_it_fits(tmp_path: Path) -> None:

@@ -51,8 +51,5 @@ def test_a_rank_that_compiles_is_told_from_one_that_runs_what_was_compiled() -> 
     run = 'File "/x/torch/_dynamo/eval_frame.py", line 1 in _fn\n  File "/x/torch/_functorch/_aot_autograd/a.py", line 2 in f'
     assert not is_compiling(run)
     assert is_compiling(f'File "/x/torch/_dynamo/convert_frame.py", line 3 in compile\n  {run}')
-    deep = (
-        "Current thread 0x2 (most recent call first):\n"
-        + '  File "/x/torch/_inductor/graph.py", line 4 in g\n' * 100
-    )
-    assert is_compiling(main_stack(f"Thread 0x1 (most recent call first):\n  File a\n\n{deep}  ...\n"))
+    deep = "Stack (most recent call first):\n" + '  File "/x/torch/_inductor/graph.py", line 4 in g\n' * 100
+    assert is_compiling(main_stack(f"{deep}  ...\n"))
