@@ -5,8 +5,9 @@
 Singles are one failure each: every kind, on every rank, in every phase, in turn. Schedules are one to three failures that
 a seed draws. Runs are on one machine and on two and three, each of which is a process of this host, as root with a network of its
 own. Each is compared with an undisturbed one of its plan: losses, norms, rates and tokens of all steps, and every tensor of the
-last checkpoint, bit for bit (after `memory`, which halves micro-batches, losses and norms to 1e-5). DIR/faults.json has a line a run; the command ends with 1 if one differs, names another rank than
-the one that failed, took more than one step again, or left a process behind.
+last checkpoint, bit for bit (after `memory`, which halves micro-batches, losses and norms to 1e-5). DIR/faults.json has a line a
+run; the command ends with 1 if one differs, names another rank than the one that failed, took more than one step again, or left a
+process behind.
 
 Launches begin with torch imported (as those of the tests do): what is measured is a run that goes on, and not how Python starts.
 """
