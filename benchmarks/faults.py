@@ -46,6 +46,7 @@ from tests.launch.networks import Networks, can_make_networks, networks
 from tests.launch.warm import start
 
 STEPS = 6
+SAMPLES = 24  # a step, in two micro-batches a rank
 DEADLINE_S = 4.0  # after which a hang is found
 WAITED_FOR = ("hang", "stop", "extra", "cut", "halt", "blip", "slow")
 """kinds that are found by waiting, or that last"""
@@ -283,11 +284,13 @@ def _ranks(plan: str) -> int:
 
 def _settings(plan: str, folder: Path, faults: str) -> Settings:
     dims = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 2, "ffn": 32, "vocab": 300, "tied": False}
+    degrees = PLANS[plan]
+    micro_batch = SAMPLES // (degrees.get("replicate", 1) * degrees.get("shard", 1)) // 2
     said = {
         "model": dims,
         "data": {"source": "synthetic", "vocab": 300, "seq_len": 16, "eval_fraction": 0.0},
-        "train": {"steps": STEPS, "global_batch": 12},
-        "plan": {**PLANS[plan], "micro_batch": 2, "compile": False},
+        "train": {"steps": STEPS, "global_batch": SAMPLES},
+        "plan": {**PLANS[plan], "micro_batch": micro_batch, "compile": False},
         "checkpoint": {"memory_every": 1},
         "run": {
             "dir": str(folder),

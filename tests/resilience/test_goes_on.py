@@ -99,6 +99,15 @@ def test_a_failed_run_goes_on_with_the_same_numbers_and_redoes_one_step_at_most(
 
 
 @pytest.mark.usefixtures("warm_nursery")
+def test_sums_over_three_replicas_have_the_same_bits_after_a_restart(tmp_path: Path) -> None:
+    how = {"plan": {"replicate": 3}, "train": {"global_batch": 6}}
+    right, found = ran(tmp_path / "right", **how), ran(tmp_path / "found", "kill rank=2 step=3", **how)
+    assert found.outcome == Outcome("ok", STEPS)
+    assert found.of("start")[1:] in ([2], [3])
+    assert found.numbers == right.numbers
+
+
+@pytest.mark.usefixtures("warm_nursery")
 def test_without_copies_in_memory_a_run_goes_on_from_its_last_checkpoint(
     undisturbed: Ran, tmp_path: Path
 ) -> None:
