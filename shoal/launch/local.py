@@ -76,7 +76,7 @@ def launch(
         ) as saves,
     ):
         ways = saves.ways if saves is not None else ()
-        order = Order(settings.to_toml(), target, ranks, device, os.getpid(), tuple(kept), ways)
+        order = Order(settings.to_toml(), target, ranks, device, os.getpid(), tuple(kept), saves=ways)
         (run.ranks / STRUCK).unlink(missing_ok=True)
         return _generations(settings, run, order, requests, saves, quiet)
 

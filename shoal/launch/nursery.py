@@ -28,7 +28,7 @@ from shoal.launch.worker import die_with, run_rank
 from shoal.resilience.epochs import EPOCH
 from shoal.resilience.faults import LAUNCHER
 from shoal.resilience.saver import SAVES, Ways
-from shoal.resilience.snapshot import KEPT
+from shoal.resilience.snapshot import KEPT, Kept, lost_with_one
 
 if TYPE_CHECKING:
     from shoal.world import World
@@ -56,6 +56,8 @@ class Place(NamedTuple):
     epoch: int
     interface: str
     """the network interface of this machine by which it is reached"""
+    firsts: tuple[int, ...]
+    """the number of the first rank of each machine"""
 
 
 class Order(NamedTuple):
@@ -68,6 +70,8 @@ class Order(NamedTuple):
     launcher: int
     kept: tuple[str, ...] = ()
     """a path a rank, of memory that the launcher holds: see `shoal.resilience.snapshot`"""
+    guests: tuple[str, ...] = ()
+    """the same, for what ranks of another machine copy here"""
     saves: tuple[Ways, ...] = ()
     """for each rank, how it hands saves over: see `shoal.resilience.saver`"""
     place: Place | None = None
@@ -159,7 +163,7 @@ def _preload(order: Order, settings: Settings) -> socket.socket:
 
 def _be_rank(order: Order, settings: Settings, rank: int, server: socket.socket) -> int:
     port = server.getsockname()[1]
-    there = order.place or Place(0, order.ranks, "127.0.0.1", port, 0, "lo")
+    there = order.place or Place(0, order.ranks, "127.0.0.1", port, 0, "lo", (0,))
     number = there.first + rank
     place = {
         "RANK": number,
@@ -171,7 +175,7 @@ def _be_rank(order: Order, settings: Settings, rank: int, server: socket.socket)
     }
     os.environ.update({name: str(value) for name, value in place.items()} | {LAUNCHER: str(order.launcher)})
     if order.kept:
-        os.environ[KEPT] = json.dumps([order.kept[rank], *order.kept])
+        os.environ[KEPT] = json.dumps(_kept(order, rank, there))
     if order.saves:
         os.environ[SAVES] = json.dumps(order.saves[rank])
     if order.place is not None:
@@ -187,6 +191,15 @@ def _be_rank(order: Order, settings: Settings, rank: int, server: socket.socket)
         there.size,
     )
     return 0 if error is None else 1
+
+
+def _kept(order: Order, rank: int, there: Place) -> Kept:
+    """A rank's memory, with room for a guest if some part of the state could be lost with one machine."""
+    plan = Settings.from_toml(order.settings).plan
+    copies = bool(order.guests) and plan is not None and lost_with_one(plan, there.firsts)
+    return Kept(
+        order.kept[rank], [*order.kept, *order.guests], order.guests[rank] if copies else None, there.first
+    )
 
 
 def _open(order: Order, settings: Settings, rank: int, server: socket.socket) -> World:

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from shoal.world import World
 
 KEPT = "SHOAL_KEPT"
-"""the environment variable of a rank that names its memory and the others of its launcher, as JSON"""
+"""the environment variable of a rank that has its `Kept`, as JSON"""
 SLOTS = 2
-TOLD = 4  # states of which a rank tells the others
-_HEADER = struct.Struct("<32sqq")  # digest of what is kept, steps done in each slot (or EMPTY)
+_HEADER = struct.Struct(
+    "<32sqqq"
+)  # digest of what is kept, bytes of a slot, steps done in each slot (or EMPTY)
 _HEADER_BYTES, _ALIGNED_BYTES = 4096, 64
 EMPTY = -1
 
@@ -50,6 +51,17 @@ def held(ranks: int) -> Generator[list[str]]:
             os.close(file)
 
 
+class Kept(NamedTuple):
+    """Memories that a launcher holds, as one of its ranks sees them."""
+
+    own: str
+    all: list[str]
+    guest: str | None = None
+    """for what a rank of another machine copies here"""
+    machine: int = 0
+    """a number that the launcher's ranks share"""
+
+
 class Place(NamedTuple):
     """Where a tensor lies in a slot."""
 
@@ -61,142 +73,264 @@ class Place(NamedTuple):
 class Snapshots:
     """One rank's side: takes states, and gives back the newest that can be had for all ranks.
 
-    A rank that has none of its own, since it is new or was elsewhere, has that of a rank that holds the same: out of another
-    memory of its launcher, or from another machine, over the replicate axis.
+    A rank that has none of its own, since it is new or was elsewhere, has that of a rank that held the same: out of another
+    memory of its launcher, or of another machine's. Where a machine alone holds some part, its ranks copy theirs to the next
+    machine as well, whose memory has room for such guests.
 
     Args:
         path: of this rank's memory. state: tensors by name, which are the same ones at every step.
         about: what else must be the same for a state to be taken up again, such as the place among shards.
-        others: further memories of the same launcher.
+        others: further memories of the same launcher. guest: the one among them for what another machine's rank copies here.
+        machine: a number that ranks of a machine share.
     """
 
     def __init__(
-        self, path: str, state: Mapping[str, Tensor], about: str, others: Sequence[str] = ()
+        self,
+        path: str,
+        state: Mapping[str, Tensor],
+        about: str,
+        others: Sequence[str] = (),
+        *,
+        guest: str | None = None,
+        machine: int = 0,
     ) -> None:
         self._places, self._slot_bytes = _places(state)
         digest = hashlib.sha256(about.encode())
         for name, tensor in sorted(state.items()):
             digest.update(f"{name} {tuple(_local(tensor).shape)} {tensor.dtype}\n".encode())
-        self._digest = digest.digest()
-        self._path, self._paths = path, [path, *others]
-        self._memory: Tensor | None = None
-        self._holders: dict[int, list[int]] = {}
-        self._mates: list[int] = []
+        self._own = _Memory(path, digest.digest(), self._slot_bytes)
+        self._others = [other for other in others if other != path]
+        self._guest, self._machine = guest, machine
+        self._next: Neighbours | None = None
+        self._sources: dict[int, int] = {}
+        self._digests: list[bytes] = []
 
     @property
     def steps(self) -> list[int]:
         """Steps done in the state of each slot of this rank's memory, or EMPTY."""
-        said, *steps = _header(self._path)
-        return steps if said == self._digest else [EMPTY] * SLOTS
+        return self._own.steps
 
-    def take(self, done: int, state: Mapping[str, Tensor]) -> None:
-        """Copy the state after `done` steps over the older of the two that are there."""
-        memory, steps = self._own(), self.steps
-        slot = steps.index(min(steps))
-        steps[slot] = EMPTY
-        self._write_header(steps)  # a kill from here on finds the other one whole
-        for place in self._places:
-            tensor = _local(state[place.name])
-            self._part(memory, slot, place, tensor).copy_(tensor)
-        steps[slot] = done
-        self._write_header(steps)
+    def take(self, done: int, state: Mapping[str, Tensor], world: World) -> None:
+        """Copy the state after `done` steps over the older of the two. Collective, if it is copied to another machine as well."""
 
-    def newest(self, world: World, plan: Plan) -> int | None:
-        """Steps done in the newest state that can be had for all ranks; None if there is none. Collective."""
-        import torch
-        import torch.distributed as dist
-
-        steps = sorted(self._look(), reverse=True)[:TOLD]
-        if world.size == 1:
-            return max(steps, default=None)
-        mine = torch.tensor(steps + [EMPTY] * (TOLD - len(steps)), device=world.device)
-        everyone = [torch.empty_like(mine) for _ in range(world.size)]
-        dist.all_gather(everyone, mine)
-        have = [set(found.tolist()) - {EMPTY} for found in everyone]
-        alike: dict[tuple[int, ...], set[int]] = {}
-        for rank, found in enumerate(have):
-            alike.setdefault(_among_replicas(plan, rank), set()).update(found)
-        newest = max(set.intersection(*alike.values()), default=None)
-        mates = [
-            r for r in range(world.size) if _among_replicas(plan, r) == _among_replicas(plan, world.rank)
-        ]
-        self._holders = {} if newest is None else {newest: [r for r in mates if newest in have[r]]}
-        self._mates = mates
-        return newest
-
-    def give_back(self, done: int, state: Mapping[str, Tensor], world: World, plan: Plan) -> None:
-        """Copy the state after `done` steps, which `newest` found, into tensors; newer ones are forgotten. Collective."""
-        if (where := self._look().get(done)) is not None:
-            path, slot = where
-            memory = self._opened(path)
+        def fill(slot: Tensor) -> None:
             for place in self._places:
                 tensor = _local(state[place.name])
-                tensor.copy_(self._part(memory, slot, place, tensor))
-        if world.size > 1:
-            if len(self._holders[done]) < len(self._mates):
-                self._spread(state, self._holders[done][0], world, plan)
-            world.barrier("state in memory is read")  # from here on memories may be written into
-        self._keep_until(done)
+                _part(slot, place, tensor).copy_(tensor)
+
+        filled = self._own.put(done, fill)
+        if self._guest is not None:
+            if self._next is None:
+                self._next = Neighbours.find(self._own, self._machine, world)
+            self._next.copy(done, filled, self._guest)
+
+    def newest(self, world: World) -> int | None:
+        """Steps done in the newest state that can be had for all ranks; None if there is none. Collective."""
+        found = _inventories([self._own.path, *self._others], self._own.digest, world)
+        common = [set().union(*(has.get(mine, ()) for _, has in found)) for mine, _ in found]
+        newest = max(set.intersection(*common), default=None)
+        self._sources = {}
+        for rank, (mine, has) in enumerate(found):
+            if newest is not None and newest not in has.get(mine, ()):
+                self._sources[rank] = next(
+                    r for r, (_, others) in enumerate(found) if newest in others.get(mine, ())
+                )
+        self._digests = [mine for mine, _ in found]
+        return newest
+
+    def give_back(self, done: int, state: Mapping[str, Tensor], world: World) -> None:
+        """Copy the state after `done` steps, which `newest` found, into tensors; newer ones are forgotten. Collective."""
+        for rank, source in self._sources.items():  # in the same order on all
+            if source == world.rank:
+                _send(self._find(self._digests[rank], done), rank, world)
+        slot = (
+            _receive(self._slot_bytes, self._sources[world.rank], world)
+            if world.rank in self._sources
+            else self._find(self._own.digest, done)
+        )
+        for place in self._places:
+            tensor = _local(state[place.name])
+            tensor.copy_(_part(slot, place, tensor))
+        world.barrier("state in memory is read")  # from here on memories may be written into
+        self._own.keep_until(done)
 
     def forget(self) -> None:
         """Give back nothing any more: the run goes on from elsewhere."""
-        self._keep_until(EMPTY)
+        self._own.keep_until(EMPTY)
 
-    def _look(self) -> dict[int, tuple[str, int]]:
-        """Where each state is that fits this rank: memory and slot by steps done."""
-        found: dict[int, tuple[str, int]] = {}
-        for path in self._paths:
-            said, *steps = _header(path)
-            if said == self._digest:
-                found = {done: (path, slot) for slot, done in enumerate(steps) if done != EMPTY} | found
-        return found
+    def _find(self, digest: bytes, done: int) -> Tensor:
+        """The slot of some memory here that has a state."""
+        for path in (self._own.path, *self._others):
+            said, slot_bytes, *steps = _header(path)
+            if said == digest and done in steps:
+                return _Memory(path, digest, slot_bytes).slot(steps.index(done))
+        raise ValueError(f"the state after step {done} is not in memory any more")
 
-    def _spread(self, state: Mapping[str, Tensor], source: int, world: World, plan: Plan) -> None:
-        """From the rank that has it to those that hold the same."""
-        import torch.distributed as dist
 
-        group = world.mesh(plan).get_group("replicate")
-        for place in self._places:
-            tensor = _local(state[place.name])
-            if tensor.numel():
-                sent = tensor.contiguous()
-                dist.broadcast(sent, source, group=group)
-                if sent is not tensor:
-                    tensor.copy_(sent)
+class _Memory:
+    """Two slots for states of one kind, in memory that a launcher holds."""
 
-    def _keep_until(self, done: int) -> None:
+    def __init__(self, path: str, digest: bytes, slot_bytes: int) -> None:
+        self.path, self.digest, self.slot_bytes = path, digest, slot_bytes
+        self._bytes: Tensor | None = None
+
+    @property
+    def steps(self) -> list[int]:
+        said, _, *steps = _header(self.path)
+        return steps if said == self.digest else [EMPTY] * SLOTS
+
+    def slot(self, number: int) -> Tensor:
+        start = _HEADER_BYTES + number * self.slot_bytes
+        return self._all()[start : start + self.slot_bytes]
+
+    def put(self, done: int, fill: Callable[[Tensor], None]) -> Tensor:
+        """Fill the slot of the older state; returns it."""
+        steps = self.steps
+        number = steps.index(min(steps))
+        steps[number] = EMPTY
+        self._write(steps)  # a kill from here on finds the other one whole
+        fill(self.slot(number))
+        steps[number] = done
+        self._write(steps)
+        return self.slot(number)
+
+    def keep_until(self, done: int) -> None:
         """Hold states of this kind from now on; of those that are there, the ones until `done`."""
-        kept = [step if step <= done else EMPTY for step in self.steps]
-        self._own()
-        self._write_header(kept)
+        self._write([step if step <= done else EMPTY for step in self.steps])
 
-    def _own(self) -> Tensor:
-        if self._memory is None:
-            self._memory = self._opened(self._path)
-        return self._memory
+    def _all(self) -> Tensor:
+        if self._bytes is None:
+            self._bytes = opened(self.path, _HEADER_BYTES + SLOTS * self.slot_bytes)
+        return self._bytes
 
-    def _opened(self, path: str) -> Tensor:
-        return opened(path, _HEADER_BYTES + SLOTS * self._slot_bytes)
+    def _write(self, steps: list[int]) -> None:
+        header = self._all()[:_HEADER_BYTES].numpy().data
+        _HEADER.pack_into(header, 0, self.digest, self.slot_bytes, *steps)
 
-    def _part(self, memory: Tensor, slot: int, place: Place, like: Tensor) -> Tensor:
-        """The copy of a tensor that a slot has, of its type and shape."""
-        start = _HEADER_BYTES + slot * self._slot_bytes + place.offset
-        return memory[start : start + place.nbytes].view(like.dtype).view(like.shape)
 
-    def _write_header(self, steps: list[int]) -> None:
-        _HEADER.pack_into(self._own()[:_HEADER_BYTES].numpy().data, 0, self._digest, *steps)
+class Neighbours(NamedTuple):
+    """To whom this rank copies its state, and whose it has as a guest."""
+
+    to: int
+    of: int
+    digest: bytes
+    """of the guest's state"""
+    slot_bytes: int
+    world: World
+
+    @classmethod
+    def find(cls, own: _Memory, machine: int, world: World) -> Neighbours:
+        """Ranks of the next machine, in their order there. Collective.
+
+        Raises:
+            ValueError: on all ranks: machines have different numbers of ranks.
+        """
+        told = [
+            json.loads(text)
+            for text in _tell_all(json.dumps([machine, own.digest.hex(), own.slot_bytes]), world)
+        ]
+        machines: dict[int, list[int]] = {}
+        for rank, (where, _, _) in enumerate(told):
+            machines.setdefault(where, []).append(rank)
+        rings = list(machines.values())
+        if len({len(ranks) for ranks in rings}) > 1:
+            raise ValueError("machines have different numbers of ranks")
+        here = list(machines).index(machine)
+        at = rings[here].index(world.rank)
+        of = rings[here - 1][at]
+        return cls(rings[(here + 1) % len(rings)][at], of, bytes.fromhex(told[of][1]), told[of][2], world)
+
+    def copy(self, done: int, mine: Tensor, guest: str) -> None:
+        """Send this rank's state, and put away the other's."""
+
+        def fill(slot: Tensor) -> None:
+            sent = _isend(mine, self.to, self.world)
+            slot.copy_(_receive(self.slot_bytes, self.of, self.world))
+            sent()
+
+        _Memory(guest, self.digest, self.slot_bytes).put(done, fill)
+
+
+def _part(slot: Tensor, place: Place, like: Tensor) -> Tensor:
+    """The copy of a tensor that a slot has, of its type and shape."""
+    return slot[place.offset : place.offset + place.nbytes].view(like.dtype).view(like.shape)
 
 
 def _header(path: str) -> tuple[Any, ...]:
-    """Digest and steps of a memory; of a new one, those of nothing."""
+    """Digest, bytes of a slot and steps of a memory; of a new one, those of nothing."""
     with Path(path).open("rb") as file:
         raw = file.read(_HEADER.size)
-    return _HEADER.unpack(raw) if len(raw) == _HEADER.size else (b"", *[EMPTY] * SLOTS)
+    return _HEADER.unpack(raw) if len(raw) == _HEADER.size else (b"", 0, *[EMPTY] * SLOTS)
+
+
+def _inventories(
+    paths: Sequence[str], mine: bytes, world: World
+) -> list[tuple[bytes, dict[bytes, set[int]]]]:
+    """Of each rank: the kind of state that it needs, and which states its memories have. Collective."""
+    has: dict[str, list[int]] = {}
+    for path in paths:
+        digest, _, *steps = _header(path)
+        has.setdefault(digest.hex(), []).extend(step for step in steps if step != EMPTY)
+    found = []
+    for text in _tell_all(json.dumps([mine.hex(), has]), world):
+        needs, there = json.loads(text)
+        found.append(
+            (bytes.fromhex(needs), {bytes.fromhex(kind): set(steps) for kind, steps in there.items()})
+        )
+    return found
+
+
+def _tell_all(text: str, world: World) -> list[str]:
+    """What each rank says, on all ranks. Collective."""
+    return [world.broadcast_text(text if world.rank == rank else None, rank) for rank in range(world.size)]
+
+
+def _send(slot: Tensor, to: int, world: World) -> None:
+    _isend(slot, to, world)()
+
+
+def _isend(slot: Tensor, to: int, world: World) -> Callable[[], object]:
+    """Begin to send; what is returned waits for the end."""
+    import torch.distributed as dist
+
+    wire = slot if "gloo" in world.backend else slot.to(world.device)
+    work = dist.isend(wire, to) if len(wire) else None
+    return work.wait if work is not None else lambda: wire
+
+
+def _receive(nbytes: int, source: int, world: World) -> Tensor:
+    import torch
+    import torch.distributed as dist
+
+    wire = torch.empty(nbytes, dtype=torch.uint8, device="cpu" if "gloo" in world.backend else world.device)
+    if nbytes:
+        dist.recv(wire, source)
+    return wire.cpu()
 
 
 def _among_replicas(plan: Plan, rank: int) -> tuple[int, ...]:
     """The place of a rank on all axes but replicate: ranks with the same one hold the same state."""
     return tuple(place for axis, place in plan.coordinates(rank).items() if axis != "replicate")
+
+
+def lost_with_one(plan: Plan, firsts: Sequence[int]) -> bool:
+    """Whether some part of the state is on one of several machines alone, all of which have as many ranks.
+
+    Args:
+        firsts: the number of the first rank of each machine.
+
+    Example:
+        >>> from shoal.plan import Plan
+        >>> lost_with_one(Plan(shard=4), [0, 2]), lost_with_one(Plan(replicate=2, shard=2), [0, 2])
+        (True, False)
+    """
+    each, left = divmod(plan.world_size, len(firsts))
+    if len(firsts) == 1 or left or list(firsts) != [*range(0, plan.world_size, each)]:
+        return False
+    where: dict[tuple[int, ...], set[int]] = {}
+    for rank in range(plan.world_size):
+        where.setdefault(_among_replicas(plan, rank), set()).add(rank // each)
+    return any(len(machines) == 1 for machines in where.values())
 
 
 def kept_for(plan: Plan, rank: int) -> str:
@@ -219,8 +353,8 @@ def open_snapshots(every: int, state: Callable[[], Mapping[str, Tensor]], about:
             f"checkpoint.memory_every = {every} needs the launcher of `shoal train`, which holds the memory; started by another "
             "launcher use checkpoint.every"
         )
-    own, *others = json.loads(paths)
-    return Snapshots(own, state(), about, others)
+    kept = Kept(*json.loads(paths))
+    return Snapshots(kept.own, state(), about, kept.all, guest=kept.guest, machine=kept.machine)
 
 
 def opened(path: str, nbytes: int) -> Tensor:

@@ -84,7 +84,7 @@ def copy_to_memory(training: Training, done: int) -> None:
     """Into the launcher's memory."""
     assert training.snapshots is not None
     training.status.enter("copy", done)
-    training.snapshots.take(done, _state_to_keep(training, done))
+    training.snapshots.take(done, _state_to_keep(training, done), training.world)
 
 
 def compare_copies(training: Training, done: int) -> None:

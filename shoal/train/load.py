@@ -39,13 +39,13 @@ def _from_memory(training: Training) -> int | None:
     snapshots = training.snapshots
     if snapshots is None:
         return None
-    done = snapshots.newest(training.world, training.plan)
+    done = snapshots.newest(training.world)
     on_disk, _ = newest(training.run.checkpoints, training.world)
     if done is None or (on_disk is not None and on_disk.step >= done):
         snapshots.forget()
         return None
     training.status.enter("load", done)
-    snapshots.give_back(done, training.state(), training.world, training.plan)
+    snapshots.give_back(done, training.state(), training.world)
     return done
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from shoal.plan import Plan
-from shoal.resilience.snapshot import EMPTY, KEPT, Snapshots, held, kept_for, open_snapshots
+from shoal.resilience import snapshot
+from shoal.resilience.snapshot import EMPTY, KEPT, Snapshots, held, kept_for, lost_with_one, open_snapshots
 from shoal.world import World, join_world
 from tests.ranks import run_ranks
 
@@ -26,10 +29,15 @@ def state(number: float) -> dict[str, Tensor]:
     }
 
 
-def given_back(snapshots: Snapshots, done: int) -> dict[str, Tensor]:
+@pytest.fixture
+def alone() -> Generator[World]:
+    with join_world(device="cpu") as world:
+        yield world
+
+
+def given_back(snapshots: Snapshots, done: int, alone: World) -> dict[str, Tensor]:
     found = state(0.0)
-    with join_world(device="cpu") as alone:
-        snapshots.give_back(done, found, alone, Plan())
+    snapshots.give_back(done, found, alone)
     return found
 
 
@@ -39,61 +47,62 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert tensor.equal(other[name]), name
 
 
-def test_the_last_two_states_are_there_bit_for_bit_also_for_another_process_of_the_rank() -> None:
+def test_the_last_two_states_are_there_bit_for_bit_also_for_another_process_of_the_rank(alone: World) -> None:
     with held(1) as (path,):
         first = Snapshots(path, state(0.0), "plan")
         for done in (1, 2, 3):
-            first.take(done, state(done))
+            first.take(done, state(done), alone)
         again = Snapshots(path, state(0.0), "plan")
         assert sorted(again.steps) == [2, 3]
-        assert_equal(given_back(again, 3), state(3))
-        assert_equal(given_back(again, 2), state(2))
+        assert_equal(given_back(again, 3, alone), state(3))
+        assert_equal(given_back(again, 2, alone), state(2))
         assert sorted(again.steps) == [EMPTY, 2]  # what comes after is taken again
 
 
 def test_a_state_that_is_half_written_is_not_there_and_the_one_before_is(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, alone: World
 ) -> None:
     with held(1) as (path,):
         snapshots = Snapshots(path, state(0.0), "plan")
-        snapshots.take(1, state(1))
-        snapshots.take(2, state(2))
-        parts = iter(range(3))
+        snapshots.take(1, state(1), alone)
+        snapshots.take(2, state(2), alone)
+        parts, real = iter(range(3)), snapshot._part
 
-        def part_or_death(slot: int, *rest: object, part: object = snapshots._part) -> Tensor:
+        def part_or_death(slot: Tensor, *rest: Any) -> Tensor:
             if next(parts, None) is None:
                 raise KeyboardInterrupt
-            return part(slot, *rest)  # type: ignore[operator]
+            return real(slot, *rest)
 
-        monkeypatch.setattr(snapshots, "_part", part_or_death)
+        monkeypatch.setattr(snapshot, "_part", part_or_death)
         with pytest.raises(KeyboardInterrupt):
-            snapshots.take(3, state(3))
+            snapshots.take(3, state(3), alone)
+        monkeypatch.undo()
         again = Snapshots(path, state(0.0), "plan")
         assert sorted(again.steps) == [EMPTY, 2]
-        assert_equal(given_back(again, 2), state(2))
+        assert_equal(given_back(again, 2, alone), state(2))
 
 
-def test_states_of_another_plan_or_of_other_shapes_are_not_taken_up() -> None:
+def test_states_of_another_plan_or_of_other_shapes_are_not_taken_up(alone: World) -> None:
     with held(1) as (path,):
-        Snapshots(path, state(0.0), "plan").take(1, state(1))
+        Snapshots(path, state(0.0), "plan").take(1, state(1), alone)
         assert Snapshots(path, state(0.0), "plan").steps.count(1) == 1
         assert Snapshots(path, state(0.0), "another plan").steps == [EMPTY] * 2
-        Snapshots(path, state(0.0), "plan").take(1, state(1))
+        Snapshots(path, state(0.0), "plan").take(1, state(1), alone)
         assert Snapshots(path, {"model.weight": torch.zeros(2)}, "plan").steps == [EMPTY] * 2
 
 
-def test_nothing_is_left_of_it() -> None:
+def test_nothing_is_left_of_it(alone: World) -> None:
     with held(2) as paths:
-        Snapshots(paths[1], state(0.0), "plan").take(1, state(1))
+        Snapshots(paths[1], state(0.0), "plan").take(1, state(1), alone)
         assert all(Path(path).exists() for path in paths)
     assert not any(Path(path).exists() for path in paths)
 
 
 def newest_of_all(world: World, paths: list[str], taken: list[list[int]]) -> int | None:
-    snapshots = Snapshots(paths[world.rank], state(0.0), "plan")
+    snapshots = Snapshots(paths[world.rank], state(0.0), f"part {world.rank}")
     for done in taken[world.rank]:
-        snapshots.take(done, state(done))
-    return snapshots.newest(world, Plan(shard=2))
+        snapshots.take(done, state(done), world)
+    return snapshots.newest(world)
 
 
 @pytest.mark.parametrize(
@@ -109,19 +118,18 @@ def test_ranks_go_on_from_the_newest_state_that_all_of_them_have(
 
 def again_from_others(world: World, paths: list[str], has: list[list[int]]) -> tuple[int | None, float]:
     """A state that some of two replicas have, in memories that are another's."""
-    plan = Plan(replicate=2)
     for path, steps in zip(paths, has, strict=True) if world.is_main else ():
         for done in steps:
-            Snapshots(path, state(0.0), "part 0").take(done, state(done))
+            Snapshots(path, state(0.0), "part 0").take(done, state(done), world)
     world.barrier("taken")
     mine = world.rank + 1  # of three memories: rank 0 sees the first and its own, rank 1 only its own
     others = paths[:1] if world.is_main else []
     snapshots = Snapshots(paths[mine], state(0.0), "part 0", others)
-    newest, found = snapshots.newest(world, plan), state(0.0)
+    newest, found = snapshots.newest(world), state(0.0)
     if newest is not None:
-        snapshots.give_back(newest, found, world, plan)
+        snapshots.give_back(newest, found, world)
         assert_equal(found, state(newest))
-        snapshots.take(newest + 1, state(newest + 1))
+        snapshots.take(newest + 1, state(newest + 1), world)
         assert newest + 1 in snapshots.steps
     return newest, float(found["optimizer.step"])
 
@@ -139,6 +147,53 @@ def test_a_replica_that_has_no_state_gets_that_of_another(has: list[list[int]], 
     with held(3) as paths:
         expected = (newest, float(newest or 0))
         assert run_ranks(2, again_from_others, paths, has) == [expected] * 2
+
+
+def with_guests(
+    world: World, paths: list[str], guests: list[str], lost: int | None
+) -> tuple[int | None, float]:
+    """Machines of one rank each, whose memory one may lose: 3 states are taken, and the newest is had again."""
+    number = world.rank + 1.0
+    mine = Snapshots(
+        paths[world.rank],
+        state(0.0),
+        f"part {world.rank}",
+        [guests[world.rank]],
+        guest=guests[world.rank],
+        machine=world.rank,
+    )
+    for done in (1, 2, 3):
+        mine.take(done, state(10 * done + number), world)
+    path, guest = (paths[-1], guests[-1]) if world.rank == lost else (paths[world.rank], guests[world.rank])
+    again = Snapshots(path, state(0.0), f"part {world.rank}", [guest], guest=guest, machine=world.rank)
+    newest, found = again.newest(world), state(0.0)
+    if newest is not None:
+        again.give_back(newest, found, world)
+        again.take(newest + 1, found, world)
+    return newest, float(found["optimizer.step"])
+
+
+@pytest.mark.parametrize("lost", [None, 0, 2])
+def test_what_a_lost_machine_alone_had_is_had_from_the_next_one(lost: int | None) -> None:
+    with held(4) as paths, held(4) as guests:  # the last ones are of a machine in place of the lost one
+        assert run_ranks(3, with_guests, paths, guests, lost) == [(3, 30.0 + rank) for rank in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "firsts", "is_lost"),
+    [
+        (Plan(shard=4), [0, 2], True),
+        (Plan(replicate=4), [0, 2], False),
+        (Plan(replicate=2, shard=2), [0, 2], False),
+        (Plan(pipeline=2, replicate=2), [0, 2], True),
+        (Plan(pipeline=2, replicate=2), [0], False),  # one machine
+        (Plan(shard=3), [0, 2], False),  # as many ranks as they are, there is no next one for each
+    ],
+)
+def test_copies_are_made_where_a_machine_alone_has_a_part(
+    plan: Plan, firsts: list[int], is_lost: bool
+) -> None:
+    assert lost_with_one(plan, firsts) is is_lost
 
 
 def test_what_is_told_apart_is_how_state_is_cut_and_not_how_often_it_is_there() -> None:

@@ -125,7 +125,8 @@ class Fleet:
             first = member.ranks.stop
         head = taking[0]
         head.port, head.stopped = 0, False
-        place = Place(0, size, head.address, 0, epoch, "")
+        firsts = tuple(member.ranks.start for member in taking if member.ranks)
+        place = Place(0, size, head.address, 0, epoch, "", firsts)
         self._order(head, order, place)
         while not head.port and self.gone is None and not self.lost:
             self.listen(POLL_S)

@@ -52,10 +52,11 @@ def launch_on_nodes(
     slots = slots_of(settings, here)
     with ExitStack() as stack:
         stack.enter_context(run.locked(shared=True))
-        kept = stack.enter_context(held(slots if settings.checkpoint.memory_every else 0))
+        kept = stack.enter_context(held(2 * slots if settings.checkpoint.memory_every else 0))
         requests = stack.enter_context(counted_requests())
         health = stack.enter_context(health_watched(run, slots, device=device, environment=os.environ))
-        place = Here(run, name, address, interface, slots, device, tuple(kept), requests, health)
+        own, guests = tuple(kept[: len(kept) // 2]), tuple(kept[len(kept) // 2 :])
+        place = Here(run, name, address, interface, slots, device, own, guests, requests, health)
         stack.enter_context(closing(place))
         return _Search(run, settings, ready, place, token(run), quiet).until_the_run_ends()
 

@@ -50,6 +50,8 @@ class Here:
     device: str
     kept: tuple[str, ...]
     """memory of ranks, by slot"""
+    guests: tuple[str, ...]
+    """the same, for ranks of another machine"""
     requests: Requests
     health: HealthWatch | None = None
     epoch: int = 0
@@ -110,7 +112,9 @@ class Here:
     def _begin(self, order: Order) -> None:
         assert order.place is not None
         place = order.place._replace(interface=self.interface)
-        order = order._replace(place=place, launcher=os.getpid(), kept=self.kept, device=self.device)
+        order = order._replace(
+            place=place, launcher=os.getpid(), kept=self.kept, device=self.device, guests=self.guests
+        )
         for rank in range(place.first, place.first + order.ranks):
             RankFiles.of(self.run.ranks, rank).clear()
         self._served = Served(order)
