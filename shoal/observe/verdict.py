@@ -79,7 +79,7 @@ def find_absence(calls: Mapping[int, Calls], gone: Sequence[int] = ()) -> Absenc
     for wait in waits.values():
         for other in wait.missing:
             if (back := waits[other]).group != wait.group and wait.rank in back.missing:
-                return Absence((other, wait.rank), _circle_text(wait, back))
+                return Absence(_first_ever(wait, back, calls) or (other, wait.rank), _circle_text(wait, back))
     return None
 
 
@@ -188,6 +188,13 @@ def _absence_text(absent: Sequence[int], wait: Wait, waits: Mapping[int, Wait]) 
         f"{ranks_text(absent)} did not come to {shown(wait.call.text)}, call {wait.call.number} of {name_of(wait.group)}; "
         f"{ranks_text(sorted(here))} {'wait' if len(here) > 1 else 'waits'} there, at {wait.call.line}"
     )
+
+
+def _first_ever(one: Wait, other: Wait, calls: Mapping[int, Calls]) -> tuple[int, ...]:
+    """Which of two ranks that wait for each other made a call that nobody has made before; none if that is not one of them."""
+    made = Counter(call.text for of_rank in calls.values() for call in of_rank.calls)
+    new = [wait.rank for wait in (one, other) if made[wait.call.text] == 1]
+    return tuple(new) if len(new) == 1 else ()
 
 
 def _circle_text(one: Wait, other: Wait) -> str:

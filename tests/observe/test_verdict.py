@@ -65,6 +65,15 @@ def test_ranks_that_wait_for_each_other_in_two_groups_have_another_order() -> No
     assert "rank 1 waits in all_gather of float32 (2,) of the replicate group (ranks 0, 1)" in absence.text
 
 
+def test_of_two_that_wait_for_each_other_the_one_that_does_what_nobody_did_before_is_named() -> None:
+    other, extra = Group("9", "replicate", (0, 1)), (WORLD, "all_reduce max float32 (3,)")
+    usual = [(LEFT, SUM), (other, GATHER)]
+    absence = find_absence({0: made(*usual, *usual, extra), 1: made(*usual, *usual, (LEFT, SUM))})
+    assert absence is not None
+    assert absence.ranks == (0,)
+    assert "rank 1 waits in all_reduce(sum) of float32 (4,) of the shard group (ranks 0, 1)" in absence.text
+
+
 def test_one_that_sends_does_not_wait_and_one_that_receives_does() -> None:
     pair = Group("0/0>1", "", (0, 1))
     sent = (pair, "transfer 0 to 1 float32 (4,)")
