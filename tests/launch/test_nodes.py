@@ -195,3 +195,16 @@ def test_another_job_is_refused_and_the_keys_are_named(tmp_path: Path) -> None:
             said = two.end()
             assert said is not None and "run.log_every = 7 against 1" in said
             assert ended(one, three) == ["ok", "ok"]
+
+
+def test_a_lost_shard_is_had_from_the_memory_of_the_next_machine(tmp_path: Path) -> None:
+    right, found = tmp_path / "right", tmp_path / "found"
+    for folder, faults in ((right, ""), (found, "node rank=1 step=5")):
+        said = settings(folder, "2", {"shard": 2}, faults=faults)
+        with Machine(said) as one, Machine(said) as two, Machine(said) as spare:
+            assert {None, "ok"} >= set(ended(one, two, spare)), one.output.read_text()
+    assert same(found, right)
+    assert events_of(found, "start")[1]["step"] in (
+        4,
+        5,
+    )  # and not from the beginning: there is no checkpoint

@@ -66,7 +66,8 @@ def test_ranks_that_wait_for_each_other_in_two_groups_have_another_order() -> No
 
 
 def test_of_two_that_wait_for_each_other_the_one_that_does_what_nobody_did_before_is_named() -> None:
-    other, extra = Group("9", "replicate", (0, 1)), (WORLD, "all_reduce max float32 (3,)")
+    other, both = Group("9", "replicate", (0, 1)), Group("0", "", (0, 1))
+    extra = (both, "all_reduce max float32 (3,)")
     usual = [(LEFT, SUM), (other, GATHER)]
     absence = find_absence({0: made(*usual, *usual, extra), 1: made(*usual, *usual, (LEFT, SUM))})
     assert absence is not None
