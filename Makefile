@@ -21,7 +21,7 @@ train: $(READY)
 	$(PYTHON) -m shoal train $(JOB) $(OVERRIDES)
 
 test: lint
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(DEV_READY)
 	$(PYTHON) -m ruff check .
