@@ -282,7 +282,18 @@ def _inventories(
 
 def _tell_all(text: str, world: World) -> list[str]:
     """What each rank says, on all ranks. Collective."""
-    return [world.broadcast_text(text if world.rank == rank else None, rank) for rank in range(world.size)]
+    import torch
+    import torch.distributed as dist
+
+    if world.size == 1:
+        return [text]
+    raw = torch.tensor(list(text.encode()), dtype=torch.uint8, device=world.device)
+    sizes = [torch.empty(1, dtype=torch.int64, device=world.device) for _ in range(world.size)]
+    dist.all_gather(sizes, torch.tensor([len(raw)], device=world.device))
+    longest = int(torch.cat(sizes).max())
+    everyone = [torch.empty(longest, dtype=torch.uint8, device=world.device) for _ in range(world.size)]
+    dist.all_gather(everyone, torch.nn.functional.pad(raw, (0, longest - len(raw))))
+    return [bytes(said[: int(size)].tolist()).decode() for said, size in zip(everyone, sizes, strict=True)]
 
 
 def _send(slot: Tensor, to: int, world: World) -> None:

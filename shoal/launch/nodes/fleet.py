@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import queue
-import select
 import shutil
 import signal
 import tempfile
@@ -17,6 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ class Fleet:
         if not channels:
             time.sleep(min(seconds, POLL_S))
             return
-        select.select(channels, [], [], min(seconds, POLL_S))
+        wait([channel.fileno() for channel in channels], min(seconds, POLL_S))
         for channel in list(self._strangers):
             self._greet(channel)
         for member in list(self.members):

@@ -82,6 +82,7 @@ class _Search:
         self._lead: Lead | None = None
         self._holds_back_until = 0.0
         self._lost: Gone | None = None
+        self._led = False
 
     def until_the_run_ends(self) -> Outcome:
         silence_s = self._settings.run.node_deadline_s
@@ -93,15 +94,20 @@ class _Search:
             if led is not None and not self._here.epoch:
                 self._here.epoch = led.number
             parted = self._here.follow(channel, job_text(self._settings), silence_s)
-            if self._lead is not None:
+            said = parted.message
+            if self._requests.count > 1:
+                return Outcome("interrupted", 0)  # at once; who else is there finds that this machine is gone
+            if said and self._lead is not None:  # else it leads on, and this machine comes back to it
                 self._lead.join()
                 self._lead = None
-            said = parted.message
             if "outcome" in said:
-                return Outcome(**said["outcome"])
+                return self._told(Outcome(**said["outcome"]))
             if "refused" in said:
                 raise ConfigError(said["refused"])
             if "left" in said or self._requests.count:
+                self._say(
+                    f"this machine has left the run ({said.get('left', parted.why)}), which goes on where others are"
+                )
                 return Outcome("interrupted", 0)
             if said.get("alone"):
                 self._holds_back_until = time.monotonic() + HOLD_BACK * silence_s
@@ -110,6 +116,11 @@ class _Search:
             if led is not None and not said and led.leader != self._here.name:
                 self._lost = Gone(led.leader, self._here.where.get(led.leader, range(0)), why)
             self._say(f"who led is gone ({why}); looking for who leads now")
+
+    def _told(self, outcome: Outcome) -> Outcome:
+        if outcome.report and not self._led:  # who led has said all of it
+            self._say(f"the run has failed: {outcome.report.splitlines()[0]}")
+        return outcome
 
     @property
     def _requests(self) -> Requests:
@@ -150,6 +161,7 @@ class _Search:
         door = Door(self._here.address, self._secret, fleet.doors.put)
         epoch = Epoch(number, self._here.name, self._here.address, door.port, self._here.epoch)
         if claim(self._run, epoch):
+            self._led = True
             self._lead = Lead(
                 self._run, self._settings, self._ready, epoch, door, fleet, self._quiet, self._lost
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import os
-import select
 import signal
 import socket
 import sys
@@ -12,6 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,9 +126,9 @@ class Here:
         """Wait a moment for what ranks and leader do, and tell of it."""
         ranks, served = self.ranks, self._served
         if ranks is None or served is None:
-            select.select([channel], [], [], POLL_S)
+            wait([channel.fileno()], POLL_S)
             return
-        if ranks.events in select.select([channel, ranks.events], [], [], POLL_S)[0]:
+        if ranks.events in wait([channel.fileno(), ranks.events], POLL_S):
             ranks.listen(0.0)
         message = served.news(ranks, self.run.ranks)
         if ranks.lost:
@@ -160,6 +160,8 @@ class Served:
         self._ended: set[int] = set()
         self._port_told = False
         self._files: dict[str, bytes] = {}
+        # who leads has the more to read the more machines there are
+        self._tell_s = TELL_S * max(1.0, len(order.place.firsts) / 16)
         self._next = self._next_calls = 0.0
 
     def news(self, ranks: Ranks, folder: Path) -> dict[str, Any]:
@@ -171,7 +173,7 @@ class Served:
             message["events"] = events
         now = time.monotonic()
         if events or now >= self._next:  # with the end of a rank comes what it left
-            self._next = now + TELL_S
+            self._next = now + self._tell_s
             if files := self._changed(folder, with_calls=bool(events) or now >= self._next_calls):
                 message["files"] = files
         return message
@@ -192,7 +194,7 @@ class Served:
     def _changed(self, folder: Path, *, with_calls: bool) -> dict[str, str]:
         found: dict[str, str] = {}
         if with_calls:
-            self._next_calls = time.monotonic() + CALLS_S
+            self._next_calls = time.monotonic() + CALLS_S / TELL_S * self._tell_s
         for rank in self._numbers:
             files = RankFiles.of(folder, rank)
             for path in (files.status, files.error, files.stack, *([files.calls] * with_calls)):
