@@ -85,7 +85,7 @@ class RunPolicy(Section):
         description="network interface by which machines reach this one; left out: that of the default route",
     )
     node_deadline_s: float = Field(
-        10.0, gt=0, description="a machine that is not heard for so long is lost, seconds"
+        10.0, ge=2, description="a machine that is not heard for so long is lost, seconds"
     )
     nodes_wait_s: float = Field(600.0, gt=0, description="longest wait for machines to come, seconds")
     collectives: Literal["auto", "note", "compare", "off"] = Field(
@@ -213,7 +213,7 @@ class Run:
         Raises:
             ValueError: another run holds it.
         """
-        with (self.path / ".lock").open("w") as file:
+        with (self.path / ".lock").open("a+") as file:  # a shared lock on NFS needs reading
             try:
                 fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -97,7 +97,7 @@ def was_stopped(run: Run, unfinished: bool) -> bool:
     return ends[-1] == "stop" if ends else unfinished
 
 
-def failed(run: Run, scene: Scene, began_at: float, quiet: bool) -> tuple[Outcome, Failure]:
+def failed(run: Run, scene: Scene, began_at: float | None, quiet: bool) -> tuple[Outcome, Failure]:
     culprit, text = report(scene, run.ranks)
     if not quiet:
         print(text, file=sys.stderr, flush=True)
@@ -116,13 +116,19 @@ def failed(run: Run, scene: Scene, began_at: float, quiet: bool) -> tuple[Outcom
     return Outcome("failed", done, text), Failure(culprit.headline, raised, begun, done, full_in, final=final)
 
 
-def _begun(run: Run, began_at: float, done: int) -> int:
-    """Steps that were done when ranks that were started then began, or last went back; `done` if they never did."""
+def _begun(run: Run, began_at: float | None, done: int) -> int:
+    """Steps that were done when the ranks began, or last went back; `done` if they never did.
+
+    Args:
+        began_at: when they were started, by this machine's clock; None: what follows the last event `epoch` is of them.
+    """
     began = done
     for event in read_json_lines(run.events_file):
-        if event["time"] < round(began_at, 3):
+        if began_at is not None and event["time"] < round(began_at, 3):
             continue
-        if event["event"] == "start":
+        if event["event"] == "epoch":
+            began = done
+        elif event["event"] == "start":
             began = event["step"]
         elif event["event"] == "rewind":
             began = event["to"]

@@ -73,6 +73,8 @@ class Watch:
     calls: CallWatch
     folder: Path
     """where the ranks' files are read"""
+    is_here: bool = True
+    """whether all ranks are on this machine, whose memory then tells why the kernel killed one"""
     leaves_room: Callable[[], bool] = lambda: False
     """asked whether ranks are to stop in an orderly way, since there will be more or fewer of them"""
     quiet: Quiet = field(default_factory=Quiet)
@@ -135,7 +137,8 @@ class Watch:
         all_there = len(self.nursery.pids) == self.nursery.ranks
         if self.requests.count > self.passed_on and (all_there or self.requests.count > 1):
             self.passed_on = self.requests.count
-            self.nursery.send(signal.SIGTERM if self.passed_on == 1 else signal.SIGKILL)
+            if self.passed_on > 1 or not self.made_room:  # a second SIGTERM would end ranks at once
+                self.nursery.send(signal.SIGTERM if self.passed_on == 1 else signal.SIGKILL)
         elif all_there and not self.made_room and not self.passed_on and self.leaves_room():
             self.made_room = True
             self.nursery.send(signal.SIGTERM)
@@ -146,7 +149,7 @@ class Watch:
         while self.nursery.running and time.monotonic() < until:
             self.nursery.listen(max(0.0, until - time.monotonic()))
         self._take_stacks()
-        oom_kills = host.oom_kills() - self.oom_before
+        oom_kills = host.oom_kills() - self.oom_before if self.is_here else 0
         calls = self._read_calls()
         lost, gone = self.nursery.lost, self.nursery.gone
         scene = Scene(self.ends(), self.most_memory, oom_kills, stalled_s, lost, calls=calls, gone=gone)
@@ -187,7 +190,7 @@ class Watch:
             self.run.event("alert", rank=rank, message=text)
 
     def _remember_memory(self) -> None:
-        now = host.memory()
+        now = host.memory() if self.is_here else None
         if now and (self.most_memory is None or now.used_bytes > self.most_memory.used_bytes):
             self.most_memory = now
 

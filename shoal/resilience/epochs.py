@@ -2,6 +2,7 @@
 
     <run>/epochs/00000003.json     the third one: who leads it, and where it listens
     <run>/epochs/beat              rewritten by the leader every second
+    <run>/epochs/begun             the last epoch in which ranks trained
     <run>/epochs/token             what proves that a machine may write here
 
 An epoch is claimed by a hard link, which fails if there is one: of two machines that cannot see each other one gets it. Each new
@@ -20,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.run import Run
+from shoal.run import Run, write_whole
 
 EPOCH = "SHOAL_EPOCH"
 """the environment variable of a rank that has the number of its epoch"""
@@ -49,16 +50,16 @@ def claim(run: Run, epoch: Epoch) -> bool:
         return False
     folder = folder_of(run)
     aside = folder / f".{epoch.number}.{secrets.token_hex(4)}.tmp"
-    with aside.open("w") as file:
-        json.dump(epoch._asdict(), file)
-        file.flush()
-        os.fsync(file.fileno())
     try:
+        with aside.open("w") as file:
+            json.dump(epoch._asdict(), file)
+            file.flush()
+            os.fsync(file.fileno())
         os.link(aside, folder / f"{epoch.number:08d}.json")
     except FileExistsError:
         return False
     finally:
-        aside.unlink()
+        aside.unlink(missing_ok=True)
     return True
 
 
@@ -74,6 +75,17 @@ def taken_over(run: Run) -> str:
     if mine is None or found is None or found.number <= int(mine):
         return ""
     return f"{found.leader} has taken the run over (epoch {found.number}; this rank is of epoch {mine}), so nothing is saved here"
+
+
+def note_begin(run: Run, number: int) -> None:
+    """Keep that ranks train since an epoch, where a run that is set aside (`run.resume = false`) does not take it along."""
+    write_whole(folder_of(run) / "begun", str(number))
+
+
+def begun_since(run: Run, number: int) -> bool:
+    """Whether ranks have trained in an epoch from `number` on, the first that a machine has seen; 0: it has seen none."""
+    said = _read(folder_of(run) / "begun")
+    return number > 0 and said.isdigit() and int(said) >= number
 
 
 def token(run: Run) -> bytes:

@@ -29,6 +29,7 @@ from shoal.checkpoint.store import plan_save
 from shoal.checkpoint.write import item_bytes
 from shoal.observe.host import memory
 from shoal.parallel.host import Lane, lock_in_place
+from shoal.resilience.epochs import EPOCH
 from shoal.resilience.saver import BOARD, SAVES, Bell, Handed, Saver, Ways, wanted, ways_of
 from shoal.resilience.snapshot import opened
 from shoal.run import CheckpointPolicy, Run
@@ -309,7 +310,8 @@ def hand_over(policy: CheckpointPolicy, run: Run, world: World) -> Generator[Han
     That is the launcher of `shoal train`. Where another one started the ranks, all on this host, it is a thread of rank 0.
     On GPUs the job has to ask for it: what it costs there has been measured on one, not on several.
     """
-    if policy.asynchronous is None and world.device.type != "cpu":
+    # on several machines who writes must ask, just before it counts, whether the run is still this rank's
+    if EPOCH in os.environ or (policy.asynchronous is None and world.device.type != "cpu"):
         yield None
         return
     ways = ways_of(os.environ.get(SAVES))

@@ -13,8 +13,11 @@ import struct
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from shoal.resilience.epochs import EPOCH
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,11 +28,21 @@ if TYPE_CHECKING:
 KEPT = "SHOAL_KEPT"
 """the environment variable of a rank that has its `Kept`, as JSON"""
 SLOTS = 2
-_HEADER = struct.Struct(
-    "<32sqqq"
-)  # digest of what is kept, bytes of a slot, steps done in each slot (or EMPTY)
+_HEADER = struct.Struct("<32sq4q")  # digest of what is kept, bytes of a slot, and for each slot its `State`
 _HEADER_BYTES, _ALIGNED_BYTES = 4096, 64
 EMPTY = -1
+LINEAGES = 1000  # that a run can have in one epoch
+
+
+class State(NamedTuple):
+    """Which state a slot has, the later the larger."""
+
+    lineage: int
+    """another one whenever a run goes on from elsewhere than its memory: what came of the former one is given up"""
+    step: int
+
+
+NONE = State(EMPTY, EMPTY)
 
 
 @contextmanager
@@ -102,13 +115,15 @@ class Snapshots:
         self._others = [other for other in others if other != path]
         self._guest, self._machine = guest, machine
         self._next: Neighbours | None = None
+        self._lineage = 0
+        self._found: State = NONE
         self._sources: dict[int, int] = {}
         self._digests: list[bytes] = []
 
     @property
     def steps(self) -> list[int]:
         """Steps done in the state of each slot of this rank's memory, or EMPTY."""
-        return self._own.steps
+        return [state.step for state in self._own.states]
 
     def take(self, done: int, state: Mapping[str, Tensor], world: World) -> None:
         """Copy the state after `done` steps over the older of the two. Collective, if it is copied to another machine as well."""
@@ -118,53 +133,59 @@ class Snapshots:
                 tensor = _local(state[place.name])
                 _part(slot, place, tensor).copy_(tensor)
 
-        filled = self._own.put(done, fill)
+        taken = State(self._lineage, done)
+        filled = self._own.put(taken, fill)
         if self._guest is not None:
             if self._next is None:
                 self._next = Neighbours.find(self._own, self._machine, world)
-            self._next.copy(done, filled, self._guest)
+            self._next.copy(taken, filled, self._guest)
 
     def newest(self, world: World) -> int | None:
         """Steps done in the newest state that can be had for all ranks; None if there is none. Collective."""
         found = _inventories([self._own.path, *self._others], self._own.digest, world)
         common = [set().union(*(has.get(mine, ()) for _, has in found)) for mine, _ in found]
-        newest = max(set.intersection(*common), default=None)
+        newest = max(set.intersection(*common), default=NONE)
         self._sources = {}
         for rank, (mine, has) in enumerate(found):
-            if newest is not None and newest not in has.get(mine, ()):
+            if newest != NONE and newest not in has.get(mine, ()):
                 self._sources[rank] = next(
                     r for r, (_, others) in enumerate(found) if newest in others.get(mine, ())
                 )
-        self._digests = [mine for mine, _ in found]
-        return newest
+        self._digests, self._found = [mine for mine, _ in found], newest
+        return None if newest == NONE else newest.step
 
-    def give_back(self, done: int, state: Mapping[str, Tensor], world: World) -> None:
-        """Copy the state after `done` steps, which `newest` found, into tensors; newer ones are forgotten. Collective."""
+    def give_back(self, state: Mapping[str, Tensor], world: World) -> None:
+        """Copy the state that `newest` found into tensors; others are forgotten. Collective."""
         for rank, source in self._sources.items():  # in the same order on all
             if source == world.rank:
-                _send(self._find(self._digests[rank], done), rank, world)
+                _send(self._find(self._digests[rank]), rank, world)
         slot = (
             _receive(self._slot_bytes, self._sources[world.rank], world)
             if world.rank in self._sources
-            else self._find(self._own.digest, done)
+            else self._find(self._own.digest)
         )
         for place in self._places:
             tensor = _local(state[place.name])
             tensor.copy_(_part(slot, place, tensor))
         world.barrier("state in memory is read")  # from here on memories may be written into
-        self._own.keep_until(done)
+        self._own.keep_until(self._found)
+        self._lineage = self._found.lineage
 
-    def forget(self) -> None:
-        """Give back nothing any more: the run goes on from elsewhere."""
-        self._own.keep_until(EMPTY)
+    def forget(self, world: World) -> None:
+        """Give back nothing any more: the run goes on from elsewhere. Collective."""
+        found = _inventories([self._own.path, *self._others], self._own.digest, world)
+        known = [state.lineage for _, has in found for states in has.values() for state in states]
+        # an epoch is one world's alone, so that no other one can draw the same
+        self._lineage = max([self._lineage, *known, int(os.environ.get(EPOCH, "0")) * LINEAGES]) + 1
+        self._own.keep_until(NONE)
 
-    def _find(self, digest: bytes, done: int) -> Tensor:
-        """The slot of some memory here that has a state."""
+    def _find(self, digest: bytes) -> Tensor:
+        """The slot of some memory here that has the state that was found."""
         for path in (self._own.path, *self._others):
-            said, slot_bytes, *steps = _header(path)
-            if said == digest and done in steps:
-                return _Memory(path, digest, slot_bytes).slot(steps.index(done))
-        raise ValueError(f"the state after step {done} is not in memory any more")
+            said, slot_bytes, states = _header(path)
+            if said == digest and self._found in states:
+                return _Memory(path, digest, slot_bytes).slot(states.index(self._found))
+        raise ValueError(f"the state after step {self._found.step} is not in memory any more")
 
 
 class _Memory:
@@ -175,37 +196,40 @@ class _Memory:
         self._bytes: Tensor | None = None
 
     @property
-    def steps(self) -> list[int]:
-        said, _, *steps = _header(self.path)
-        return steps if said == self.digest else [EMPTY] * SLOTS
+    def states(self) -> list[State]:
+        """What each slot has, or NONE."""
+        said, _, states = _header(self.path)
+        return states if said == self.digest else [NONE] * SLOTS
 
     def slot(self, number: int) -> Tensor:
         start = _HEADER_BYTES + number * self.slot_bytes
         return self._all()[start : start + self.slot_bytes]
 
-    def put(self, done: int, fill: Callable[[Tensor], None]) -> Tensor:
+    def put(self, taken: State, fill: Callable[[Tensor], None]) -> Tensor:
         """Fill the slot of the older state; returns it."""
-        steps = self.steps
-        number = steps.index(min(steps))
-        steps[number] = EMPTY
-        self._write(steps)  # a kill from here on finds the other one whole
+        states = self.states
+        number = states.index(min(states))
+        states[number] = NONE
+        self._write(states)  # a kill from here on finds the other one whole
         fill(self.slot(number))
-        steps[number] = done
-        self._write(steps)
+        states[number] = taken
+        self._write(states)
         return self.slot(number)
 
-    def keep_until(self, done: int) -> None:
-        """Hold states of this kind from now on; of those that are there, the ones until `done`."""
-        self._write([step if step <= done else EMPTY for step in self.steps])
+    def keep_until(self, last: State) -> None:
+        """Hold states of this kind from now on; of those that are there, the ones of a lineage until its `last`."""
+        self._write(
+            [state if state <= last and state.lineage == last.lineage else NONE for state in self.states]
+        )
 
     def _all(self) -> Tensor:
         if self._bytes is None:
             self._bytes = opened(self.path, _HEADER_BYTES + SLOTS * self.slot_bytes)
         return self._bytes
 
-    def _write(self, steps: list[int]) -> None:
+    def _write(self, states: list[State]) -> None:
         header = self._all()[:_HEADER_BYTES].numpy().data
-        _HEADER.pack_into(header, 0, self.digest, self.slot_bytes, *steps)
+        _HEADER.pack_into(header, 0, self.digest, self.slot_bytes, *chain(*states))
 
 
 class Neighbours(NamedTuple):
@@ -240,7 +264,7 @@ class Neighbours(NamedTuple):
         of = rings[here - 1][at]
         return cls(rings[(here + 1) % len(rings)][at], of, bytes.fromhex(told[of][1]), told[of][2], world)
 
-    def copy(self, done: int, mine: Tensor, guest: str) -> None:
+    def copy(self, taken: State, mine: Tensor, guest: str) -> None:
         """Send this rank's state, and put away the other's."""
 
         def fill(slot: Tensor) -> None:
@@ -248,7 +272,7 @@ class Neighbours(NamedTuple):
             slot.copy_(_receive(self.slot_bytes, self.of, self.world))
             sent()
 
-        _Memory(guest, self.digest, self.slot_bytes).put(done, fill)
+        _Memory(guest, self.digest, self.slot_bytes).put(taken, fill)
 
 
 def _part(slot: Tensor, place: Place, like: Tensor) -> Tensor:
@@ -256,27 +280,29 @@ def _part(slot: Tensor, place: Place, like: Tensor) -> Tensor:
     return slot[place.offset : place.offset + place.nbytes].view(like.dtype).view(like.shape)
 
 
-def _header(path: str) -> tuple[Any, ...]:
-    """Digest, bytes of a slot and steps of a memory; of a new one, those of nothing."""
+def _header(path: str) -> tuple[bytes, int, list[State]]:
+    """Digest, bytes of a slot and states of a memory; of a new one, those of nothing."""
     with Path(path).open("rb") as file:
         raw = file.read(_HEADER.size)
-    return _HEADER.unpack(raw) if len(raw) == _HEADER.size else (b"", 0, *[EMPTY] * SLOTS)
+    if len(raw) < _HEADER.size:
+        return b"", 0, [NONE] * SLOTS
+    digest, slot_bytes, *numbers = _HEADER.unpack(raw)
+    return digest, slot_bytes, [State(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
 
 
 def _inventories(
     paths: Sequence[str], mine: bytes, world: World
-) -> list[tuple[bytes, dict[bytes, set[int]]]]:
+) -> list[tuple[bytes, dict[bytes, set[State]]]]:
     """Of each rank: the kind of state that it needs, and which states its memories have. Collective."""
-    has: dict[str, list[int]] = {}
+    has: dict[str, list[State]] = {}
     for path in paths:
-        digest, _, *steps = _header(path)
-        has.setdefault(digest.hex(), []).extend(step for step in steps if step != EMPTY)
+        digest, _, states = _header(path)
+        has.setdefault(digest.hex(), []).extend(state for state in states if state != NONE)
     found = []
     for text in _tell_all(json.dumps([mine.hex(), has]), world):
         needs, there = json.loads(text)
-        found.append(
-            (bytes.fromhex(needs), {bytes.fromhex(kind): set(steps) for kind, steps in there.items()})
-        )
+        states_of = {bytes.fromhex(kind): {State(*pair) for pair in pairs} for kind, pairs in there.items()}
+        found.append((bytes.fromhex(needs), states_of))
     return found
 
 

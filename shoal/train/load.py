@@ -26,8 +26,11 @@ def resume(training: Training) -> int:
         done = _from_disk(training) if in_memory is None else in_memory
         if done:
             remember_events(training.bad.train.known, run)
-    elif world.is_main and (aside := run.set_aside()):
-        training.progress.say(f"set aside what an earlier run left: {aside}")
+    else:
+        if world.is_main and (aside := run.set_aside()):
+            training.progress.say(f"set aside what an earlier run left: {aside}")
+        if training.snapshots is not None:
+            training.snapshots.forget(world)
     forget_after(run, world.rank, done)
     if world.is_main:
         run.event("start", step=done, world_size=world.size, plan=training.plan.describe())
@@ -42,10 +45,10 @@ def _from_memory(training: Training) -> int | None:
     done = snapshots.newest(training.world)
     on_disk, _ = newest(training.run.checkpoints, training.world)
     if done is None or (on_disk is not None and on_disk.step >= done):
-        snapshots.forget()
+        snapshots.forget(training.world)
         return None
     training.status.enter("load", done)
-    snapshots.give_back(done, training.state(), training.world)
+    snapshots.give_back(training.state(), training.world)
     return done
 
 
@@ -91,7 +94,7 @@ def go_back(training: Training, spike: Spike) -> int:
     world.barrier("go back")
     spikes.skip(spike, skips)
     if training.snapshots is not None:
-        training.snapshots.forget()
+        training.snapshots.forget(world)
     forget_after(run, world.rank, found.step)
     _say_gone_back(training, spike, found.step)
     return found.step

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import HashStore
 
 from shoal.plan import Plan
 from shoal.resilience import snapshot
 from shoal.resilience.snapshot import EMPTY, KEPT, Snapshots, held, kept_for, lost_with_one, open_snapshots
 from shoal.world import World, join_world
+from shoal.world.meeting import Meeting
 from tests.ranks import run_ranks
 
 
@@ -37,7 +39,8 @@ def alone() -> Generator[World]:
 
 def given_back(snapshots: Snapshots, done: int, alone: World) -> dict[str, Tensor]:
     found = state(0.0)
-    snapshots.give_back(done, found, alone)
+    assert snapshots.newest(alone) == done
+    snapshots.give_back(found, alone)
     return found
 
 
@@ -55,8 +58,10 @@ def test_the_last_two_states_are_there_bit_for_bit_also_for_another_process_of_t
         again = Snapshots(path, state(0.0), "plan")
         assert sorted(again.steps) == [2, 3]
         assert_equal(given_back(again, 3, alone), state(3))
-        assert_equal(given_back(again, 2, alone), state(2))
-        assert sorted(again.steps) == [EMPTY, 2]  # what comes after is taken again
+        assert sorted(again.steps) == [2, 3]
+        again.forget(alone)  # the run goes on from elsewhere
+        again.take(1, state(9), alone)
+        assert_equal(given_back(again, 1, alone), state(9))
 
 
 def test_a_state_that_is_half_written_is_not_there_and_the_one_before_is(
@@ -127,7 +132,7 @@ def again_from_others(world: World, paths: list[str], has: list[list[int]]) -> t
     snapshots = Snapshots(paths[mine], state(0.0), "part 0", others)
     newest, found = snapshots.newest(world), state(0.0)
     if newest is not None:
-        snapshots.give_back(newest, found, world)
+        snapshots.give_back(found, world)
         assert_equal(found, state(newest))
         snapshots.take(newest + 1, state(newest + 1), world)
         assert newest + 1 in snapshots.steps
@@ -168,7 +173,7 @@ def with_guests(
     again = Snapshots(path, state(0.0), f"part {world.rank}", [guest], guest=guest, machine=world.rank)
     newest, found = again.newest(world), state(0.0)
     if newest is not None:
-        again.give_back(newest, found, world)
+        again.give_back(found, world)
         again.take(newest + 1, found, world)
     return newest, float(found["optimizer.step"])
 
@@ -194,6 +199,26 @@ def test_copies_are_made_where_a_machine_alone_has_a_part(
     plan: Plan, firsts: list[int], is_lost: bool
 ) -> None:
     assert lost_with_one(plan, firsts) is is_lost
+
+
+def two_lineages(world: World, paths: list[str]) -> tuple[int | None, float]:
+    """Rank 1 was away while rank 0 went back and on: what rank 1 has is further, and given up."""
+    mine, found = Snapshots(paths[world.rank], state(0.0), "part 0"), state(0.0)
+    mine.take(30, state(30), world)
+    if world.is_main:
+        alone = World(
+            0, 1, 0, 1, world.device, world.backend, world.deadline, Meeting(HashStore(), 0, 1, 9.0)
+        )
+        mine.forget(alone)
+        mine.take(25, state(25), alone)
+    newest = mine.newest(world)
+    mine.give_back(found, world)
+    return newest, float(found["optimizer.step"])
+
+
+def test_what_was_given_up_is_not_taken_up_again_however_far_it_was() -> None:
+    with held(2) as paths:
+        assert run_ranks(2, two_lineages, paths) == [(25, 25.0)] * 2
 
 
 def test_what_is_told_apart_is_how_state_is_cut_and_not_how_often_it_is_there() -> None:

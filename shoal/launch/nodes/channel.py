@@ -9,19 +9,21 @@ import hashlib
 import hmac
 import json
 import secrets
-import select
 import socket
 import struct
 import threading
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 _HEAD = struct.Struct(">I32s")  # bytes, proof
 _NONCE_BYTES = 32
 MOST_BYTES = 64 << 20  # of a message
-SEND_S = 5.0  # that the other side may take nothing in
+SEND_S = 10.0  # that the other side may take nothing in
+AT_ONCE_BYTES = 8 << 20  # that are read before something else gets its turn
+UNPROVEN_BYTES = 1 << 20  # of a first message
 PING_S = 0.5
 CONNECT_S = 3.0
 
@@ -48,15 +50,17 @@ class Channel:
         self._key = hmac.digest(secret, both, hashlib.sha256)
         sock.setblocking(False)
         self._sent = self._received = 0
-        self._unread, self._end = b"", ""
+        self._unread, self._end, self._broken = b"", "", ""
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._heard = time.monotonic()
+        self.proven = False
+        """the other side has shown that it has the secret"""
         threading.Thread(target=self._ping, daemon=True).start()
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the other side was heard."""
+        """Seconds since a whole message of the other side came."""
         return time.monotonic() - self._heard
 
     def fileno(self) -> int:
@@ -69,9 +73,15 @@ class Channel:
         """
         payload = zlib.compress(json.dumps(message).encode(), 1)
         with self._lock:
+            if self._broken:
+                raise ChannelError(self._broken)
             proof = self._proof(self._leads, self._sent, payload)
             self._sent += 1
-            self._send_all(_HEAD.pack(len(payload), proof) + payload)
+            try:
+                self._send_all(_HEAD.pack(len(payload), proof) + payload)
+            except ChannelError as error:
+                self._broken = str(error)  # half a message may be under way
+                raise
 
     def receive(self) -> list[dict[str, Any]]:
         """What has come, without waiting; pings are left out.
@@ -83,7 +93,7 @@ class Channel:
         found = []
         while len(self._unread) >= _HEAD.size:
             size, proof = _HEAD.unpack_from(self._unread)
-            if size > MOST_BYTES:
+            if size > (MOST_BYTES if self.proven else UNPROVEN_BYTES):
                 raise ChannelError("what came is no message of shoal")
             if len(self._unread) < _HEAD.size + size:
                 break
@@ -92,6 +102,7 @@ class Channel:
             if not hmac.compare_digest(proof, self._proof(not self._leads, self._received, payload)):
                 raise ChannelError("the other side does not have this run's token")
             self._received += 1
+            self.proven, self._heard = True, time.monotonic()
             if message := json.loads(zlib.decompress(payload)):
                 found.append(message)
         if self._end and not found:  # its last words come first
@@ -103,7 +114,8 @@ class Channel:
         self._sock.close()
 
     def _take_in(self) -> None:
-        while not self._end:
+        until = len(self._unread) + AT_ONCE_BYTES
+        while not self._end and len(self._unread) < until:
             try:
                 data = self._sock.recv(1 << 20)
             except BlockingIOError:
@@ -114,7 +126,6 @@ class Channel:
             if not data:
                 self._end = "the connection was closed"
                 return
-            self._heard = time.monotonic()
             self._unread += data
 
     def _send_all(self, data: bytes) -> None:
@@ -123,8 +134,9 @@ class Channel:
             try:
                 left = left[self._sock.send(left) :]
             except BlockingIOError:
-                if not select.select([], [self._sock], [], max(0.0, until - time.monotonic()))[1]:
+                if time.monotonic() > until or self._closed.is_set():
                     raise ChannelError("the other side takes nothing in") from None
+                time.sleep(0.005)
             except (OSError, ValueError) as error:
                 raise ChannelError(f"the connection ended: {error}") from error
 
@@ -146,18 +158,24 @@ class Door:
         self._server = socket.create_server((address, 0))
         self.port: int = self._server.getsockname()[1]
         self._secret, self._opened = secret, opened
+        self._closed = False
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        self._server.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        self._closed = True
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes who accepts
         self._server.close()
 
     def _accept(self) -> None:
         while True:
             try:
                 sock, _ = self._server.accept()
-            except OSError:  # closed
-                return
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(0.1)  # no files are left, or who connected is gone again
+                continue
             threading.Thread(target=self._open, args=(sock,), daemon=True).start()
 
     def _open(self, sock: socket.socket) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import queue
 import shutil
 import signal
@@ -23,10 +24,11 @@ from typing import Any
 from shoal.launch.failure import Gone
 from shoal.launch.nodes.channel import Channel, ChannelError
 from shoal.launch.nursery import Event, Order, Place
-from shoal.launch.watch import Requests
+from shoal.launch.watch import START_S, Requests
 from shoal.observe.calls import moved_calls
 from shoal.observe.status import moved_status
 
+FOLDER = "shoal-ranks"
 POLL_S = 0.1
 SILENT = "it was not heard"
 SAME_CLOCK_S = 0.05  # differences that the network makes
@@ -57,9 +59,10 @@ class Fleet:
 
     silence_s: float
     members: list[Member] = field(default_factory=list)
-    came: queue.SimpleQueue[tuple[Channel, dict[str, Any]]] = field(default_factory=queue.SimpleQueue)
-    doors: queue.SimpleQueue[Channel] = field(default_factory=queue.SimpleQueue)
-    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="shoal-ranks-")))
+    came: list[tuple[Channel, dict[str, Any], list[dict[str, Any]]]] = field(default_factory=list)
+    """who would take part, and what it said after that"""
+    folder: Path = field(default_factory=Path)
+    """for files of ranks; made by `open`"""
     ranks: int = 0
     lost: bool = False
     gone: Gone | None = None
@@ -67,7 +70,23 @@ class Fleet:
     ended: dict[int, tuple[int | None, float]] = field(default_factory=dict)
     requests: Requests = field(default_factory=Requests)
     """signals by which a member was asked to stop the whole run"""
+    _doors: queue.SimpleQueue[Channel] = field(default_factory=queue.SimpleQueue)
     _strangers: list[Channel] = field(default_factory=list)
+    _epoch: int = 0
+    _closed: bool = False
+
+    def open(self) -> None:
+        """Make the folder, and remove those of processes that were killed."""
+        for left in Path(tempfile.gettempdir()).glob(f"{FOLDER}-*-*"):
+            if not Path("/proc", left.name.split("-")[-2]).exists():
+                shutil.rmtree(left, ignore_errors=True)
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}-{os.getpid()}-"))
+
+    def let_in(self, channel: Channel) -> None:
+        """Who knocked at the door, from a thread of the door's."""
+        self._doors.put(channel)
+        if self._closed:
+            self._close_strangers()
 
     @property
     def running(self) -> bool:
@@ -82,8 +101,8 @@ class Fleet:
 
     def listen(self, seconds: float) -> None:
         """Take in what members say, waiting at most so long for something."""
-        while not self.doors.empty():
-            self._strangers.append(self.doors.get())
+        while not self._doors.empty():
+            self._strangers.append(self._doors.get())
         channels = [*self._strangers, *(member.channel for member in self.members)]
         if not channels:
             time.sleep(min(seconds, POLL_S))
@@ -94,7 +113,7 @@ class Fleet:
         for member in list(self.members):
             try:
                 for message in member.channel.receive():
-                    self._heard(member, message)
+                    self.heard(member, message)
                 if member.channel.silent_s > self.silence_s:
                     raise ChannelError(f"{SILENT} for {self.silence_s:g} s")
             except ChannelError as error:
@@ -123,21 +142,26 @@ class Fleet:
         for member in taking:
             member.ranks = range(first, min(size, first + member.slots))
             first = member.ranks.stop
+        self._epoch = epoch
+        for member in taking:
+            member.stopped = not member.ranks  # from here on its loss is a loss
         head = taking[0]
-        head.port, head.stopped = 0, False
+        head.port = 0
         firsts = tuple(member.ranks.start for member in taking if member.ranks)
         place = Place(0, size, head.address, 0, epoch, "", firsts)
         self._order(head, order, place)
+        until = time.monotonic() + START_S
         while not head.port and self.gone is None and not self.lost:
             self.listen(POLL_S)
+            if time.monotonic() > until:
+                self._lose(head, f"its ranks were not there within {START_S:g} s")
         for member in taking[1:]:
             if member.ranks and self.gone is None:
-                member.stopped = False
                 self._order(member, order, place._replace(first=member.ranks.start, port=head.port))
 
     def stop(self) -> None:
         """Kill the ranks of all members, and wait until they have said that none is left; who does not is lost."""
-        self.tell(self.members, {"stop": True})
+        self.tell(self.members, {"stop": self._epoch})
         until = time.monotonic() + STOP_S
         while not all(member.stopped for member in self.members) and time.monotonic() < until:
             self.listen(POLL_S)
@@ -153,9 +177,16 @@ class Fleet:
     def close(self, message: dict[str, Any]) -> None:
         for member in list(self.members):
             self.let_go(member, message)
-        for channel in self._strangers:
-            channel.close()
+        self._closed = True
+        self._close_strangers()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _close_strangers(self) -> None:
+        while not self._doors.empty():
+            with suppress(queue.Empty):
+                self._doors.get_nowait().close()
+        for channel in [*self._strangers, *(channel for channel, _, _ in self.came)]:
+            channel.close()
 
     def _forget(self, size: int) -> None:
         self.ranks, self.lost, self.gone = size, False, None
@@ -174,11 +205,10 @@ class Fleet:
     def _greet(self, channel: Channel) -> None:
         """The first word of who connected: it wants to take part."""
         try:
-            for message in channel.receive():
-                if "join" in message:
-                    self._strangers.remove(channel)
-                    self.came.put((channel, message["join"]))
-                    return
+            if (said := channel.receive()) and "join" in said[0]:
+                self._strangers.remove(channel)
+                self.came.append((channel, said[0]["join"], said[1:]))
+                return
             if channel.silent_s > self.silence_s:
                 raise ChannelError("it says nothing")
         except ChannelError:
@@ -197,7 +227,8 @@ class Fleet:
             self.ended.setdefault(rank, (None, now))
         self.gone = self.gone or Gone(member.name, member.ranks, why)
 
-    def _heard(self, member: Member, message: dict[str, Any]) -> None:
+    def heard(self, member: Member, message: dict[str, Any]) -> None:
+        """Take in what a member said."""
         wall_s, monotonic_s = (
             (time.time() - message["time"], time.monotonic() - message["monotonic"])
             if "time" in message
@@ -207,7 +238,8 @@ class Fleet:
             raw = base64.b64decode(data)
             if abs(wall_s) > SAME_CLOCK_S or abs(monotonic_s) > SAME_CLOCK_S:
                 raw = _moved(name, raw, wall_s, monotonic_s)
-            (self.folder / name).write_bytes(raw)
+            with suppress(OSError):  # a full disk
+                (self.folder / name).write_bytes(raw)
         for said in message.get("events", ()):
             event = Event(*said)
             rank = event.rank + member.ranks.start
@@ -216,10 +248,11 @@ class Fleet:
                 self.ended.setdefault(rank, (event.code, event.time + wall_s))
         member.port = message.get("port", member.port)
         member.leaving = message.get("leaving", member.leaving)
-        self.requests.count += message.get("asks", 0)
+        if message.get("asks"):
+            self.requests.count = max(1, self.requests.count)  # once, however many machines were asked
         if message.get("lost"):
             self.lost = True
-        if "stopped" in message:
+        if message.get("stopped") == self._epoch:
             member.stopped = True
 
 

@@ -20,7 +20,7 @@ from shoal.launch.nodes.lead import Lead, Ready, job_text
 from shoal.launch.nodes.member import Here, own_address
 from shoal.launch.watch import Requests, counted_requests
 from shoal.observe.health import health_watched
-from shoal.resilience.epochs import Epoch, beats, claim, newest, token
+from shoal.resilience.epochs import BEAT_S, Epoch, beats, claim, newest, token
 from shoal.resilience.snapshot import held
 from shoal.run import Run
 
@@ -42,12 +42,18 @@ def launch_on_nodes(
         ready: makes settings ready for a number of ranks, or raises ConfigError. here: this machine's devices.
 
     Raises:
-        ValueError: run.dir cannot be written, or is in use by a run of one machine; run.interface is not there.
+        ValueError: run.dir cannot be written, or is in use by a run of one machine; run.interface is not there, or nobody else
+            could reach this machine; a key that is for one machine.
         ConfigError: the job is another one than that of the other machines.
     """
+    _require_alone(settings)
     run = Run(Path(settings.run.dir))
     run.create()
     interface, address = own_address(settings.run.interface)
+    if settings.run.interface is None and address.startswith("127."):
+        raise ValueError(
+            "this machine has no address that others reach; set run.interface (to lo, if all are on this host)"
+        )
     name = f"{socket.gethostname()} (process {os.getpid()})"
     slots = slots_of(settings, here)
     with ExitStack() as stack:
@@ -58,7 +64,28 @@ def launch_on_nodes(
         own, guests = tuple(kept[: len(kept) // 2]), tuple(kept[len(kept) // 2 :])
         place = Here(run, name, address, interface, slots, device, own, guests, requests, health)
         stack.enter_context(closing(place))
-        return _Search(run, settings, ready, place, token(run), quiet).until_the_run_ends()
+        search = _Search(
+            run, settings, lambda said, ranks: ready(_over(said, ranks), ranks), place, token(run), quiet
+        )
+        return search.until_the_run_ends()
+
+
+def _require_alone(settings: Settings) -> None:
+    """Raises ValueError for what is for runs on one machine."""
+    policy = settings.run
+    if policy.init_method != "env://":
+        raise ValueError(
+            f"run.init_method = {policy.init_method!r} is for runs on one machine; leave it out with run.nodes"
+        )
+    if policy.search:
+        raise ValueError("run.search = true is for runs on one machine; leave it out with run.nodes")
+
+
+def _over(settings: Settings, ranks: int) -> Settings:
+    """Settings whose cluster, if it is said, is of so many ranks."""
+    if settings.cluster == "auto":
+        return settings
+    return settings.model_copy(update={"cluster": f"{ranks} {Cluster.parse(settings.cluster).device.kind}"})
 
 
 def slots_of(settings: Settings, here: Cluster) -> int:
@@ -81,6 +108,10 @@ class _Search:
         self._secret, self._quiet = secret, quiet
         self._lead: Lead | None = None
         self._holds_back_until = 0.0
+        self._over: Epoch | None = None
+        """whose leader is known to lead no more"""
+        self._strange: Epoch | None = None
+        """where something else than its leader answers"""
         self._lost: Gone | None = None
         self._led = False
 
@@ -95,6 +126,8 @@ class _Search:
                 self._here.epoch = led.number
             parted = self._here.follow(channel, job_text(self._settings), silence_s)
             said = parted.message
+            self._over = led if said or (channel.proven and not parted.silent) else None
+            self._strange = led if not channel.proven else None
             if self._requests.count > 1:
                 return Outcome("interrupted", 0)  # at once; who else is there finds that this machine is gone
             if said and self._lead is not None:  # else it leads on, and this machine comes back to it
@@ -132,22 +165,19 @@ class _Search:
         said = False
         while not self._requests.count:
             epoch = newest(self._run)
-            if epoch is not None:
-                try:
-                    return connect(epoch.address, epoch.port, self._secret)
-                except ConnectionRefusedError:
-                    pass  # its process has ended
-                except ChannelError as error:
-                    if beats(self._run, self._settings.run.node_deadline_s):
-                        if not said:
-                            self._say(f"{epoch.leader} leads the run, and cannot be reached: {error}")
-                        said = True
-                        if time.monotonic() > until:
-                            return Outcome(
-                                "failed", 0, f"{epoch.leader} leads the run, and cannot be reached: {error}"
-                            )
-                        time.sleep(AGAIN_S)
-                        continue
+            if epoch is not None and epoch != self._over:
+                found = self._reached(epoch)
+                if isinstance(found, Channel):
+                    return found
+                if found:
+                    why = f"{epoch.leader} leads the run, and cannot be reached: {found}"
+                    if not said:
+                        self._say(why)
+                    said = True
+                    if time.monotonic() > until:
+                        return Outcome("failed", 0, why)
+                    time.sleep(AGAIN_S)
+                    continue
             if (done := self._last_step()) is not None:
                 return Outcome("ok", done)
             if time.monotonic() < self._holds_back_until:
@@ -156,11 +186,28 @@ class _Search:
             self._try_to_lead(1 if epoch is None else epoch.number + 1)
         return Outcome("interrupted", 0)
 
+    def _reached(self, epoch: Epoch) -> Channel | str:
+        """A channel to who leads; or why there is none although it is alive, and nothing if it is not."""
+        try:
+            if epoch != self._strange:
+                return connect(epoch.address, epoch.port, self._secret)
+            why, patience_s = "something else answers there", self._settings.run.node_deadline_s
+        except ConnectionRefusedError as error:  # its process has ended, or another machine has its address
+            why, patience_s = str(error), 3 * BEAT_S
+        except ChannelError as error:
+            why, patience_s = str(error), self._settings.run.node_deadline_s
+        return why if beats(self._run, patience_s) else ""
+
     def _try_to_lead(self, number: int) -> None:
         fleet = Fleet(self._settings.run.node_deadline_s)
-        door = Door(self._here.address, self._secret, fleet.doors.put)
+        door = Door(self._here.address, self._secret, fleet.let_in)
         epoch = Epoch(number, self._here.name, self._here.address, door.port, self._here.epoch)
-        if claim(self._run, epoch):
+        try:
+            is_ours = claim(self._run, epoch)
+        except OSError as error:
+            self._say(f"this machine cannot lead: {error}")
+            is_ours = False
+        if is_ours:
             self._led = True
             self._lead = Lead(
                 self._run, self._settings, self._ready, epoch, door, fleet, self._quiet, self._lost
@@ -168,10 +215,14 @@ class _Search:
         else:
             door.close()
             fleet.close({})
+            time.sleep(AGAIN_S)
 
     def _last_step(self) -> int | None:
         """Steps that are done, if the run needs no more: for a machine that comes too late."""
-        there = list_checkpoints(self._run.checkpoints)[0] if self._settings.run.resume else []
+        try:
+            there = list_checkpoints(self._run.checkpoints)[0] if self._settings.run.resume else []
+        except OSError:
+            return None
         return there[-1].step if there and there[-1].step >= self._settings.train.steps else None
 
     def _say(self, text: str) -> None:

@@ -30,10 +30,11 @@ from shoal.launch.nursery import Order
 from shoal.launch.progress import CallWatch
 from shoal.launch.watch import Watch
 from shoal.launch.worker import TRAIN
-from shoal.resilience.epochs import Beat, Epoch, claim, newest
+from shoal.plan import Plan
+from shoal.resilience.epochs import Beat, Epoch, begun_since, claim, newest, note_begin
 from shoal.resilience.faults import STRUCK
 from shoal.resilience.restarts import Restarts
-from shoal.run import Run, read_json_lines
+from shoal.run import Run
 from shoal.world.meeting import first_difference, ranks_text
 
 LAST_CALL_S = (
@@ -78,7 +79,8 @@ class Lead:
         self._job = job_text(settings)
         self._epoch, self._door, self._fleet = epoch, door, fleet
         self._restarts = Restarts(settings.run.restarts)
-        self._goes_on = _has_begun(run, epoch.after)
+        self._goes_on = begun_since(run, epoch.after)
+        fleet.open()
         self._lost = lost
         self._lost_in_silence = False
         self._next_look = 0.0
@@ -99,6 +101,8 @@ class Lead:
                 said = {"outcome": self._generations()._asdict()}
         except ResignedError as why:
             said = {"resigned": str(why), "alone": isinstance(why, AloneError)}
+        except OSError as error:
+            said = {"resigned": f"{self._epoch.leader} cannot lead: {error}", "alone": True}
         except Exception as error:
             said = {"outcome": Outcome("failed", 0, f"{type(error).__name__}: {error}")._asdict()}
             raise
@@ -112,6 +116,8 @@ class Lead:
         if self._lost is not None and self._lost.ranks:
             text = f"{self._lost.name} is gone, with {ranks_text([*self._lost.ranks])}: it led, and {self._lost.why}"
             self._event("fault", rank=self._lost.ranks[0], message=text)
+            if self._goes_on and not self._settings.run.restarts:
+                return given_up(self._run, Outcome("failed", 0, text), "run.restarts = 0", self._quiet)
         is_claimed = True
         while True:
             settings, why = self._gathered()
@@ -130,6 +136,7 @@ class Lead:
         """Have ranks train until they end; None if there is to be another generation."""
         fleet, run = self._fleet, self._run
         self._say_who(settings, size)
+        note_begin(run, self._epoch.number)
         fleet.order(Order(settings.to_toml(), TRAIN, 0, "", 0), self._epoch.number, size)
         watch = Watch(
             run,
@@ -138,20 +145,21 @@ class Lead:
             settings.run.deadline_s,
             CallWatch(stages_of(settings, size)),
             fleet.folder,
+            is_here=False,
             leaves_room=self._wants_room,
         )
         scene = watch.until_end()
         fleet.stop()
         if scene is not None:
-            return self._after(settings, scene, watch.began_at)
+            return self._after(settings, scene)
         step = min(end.step for end in watch.ends())
         if not was_stopped(run, step < settings.train.steps):
             return Outcome("ok", step)
         return None if watch.made_room and not fleet.requests.count else Outcome("interrupted", step)
 
-    def _after(self, settings: Settings, scene: Scene, began_at: float) -> Outcome | None:
+    def _after(self, settings: Settings, scene: Scene) -> Outcome | None:
         """Tell of a failure; how the run ends by it, or None if it goes on."""
-        outcome, failure = failed(self._run, scene, began_at, self._quiet)
+        outcome, failure = failed(self._run, scene, None, self._quiet)
         remedy = remedy_of(settings, failure)
         failure = failure._replace(remedied=remedy.plan is not None)
         stopped = "a signal asked it to stop" if self._fleet.requests.count else None
@@ -160,10 +168,9 @@ class Lead:
             return given_up(self._run, outcome, why, self._quiet)
         changed = with_remedy(settings, remedy, self._run, scene, failure, self._quiet).plan
         if remedy.plan is not None and changed is not None:
-            said = self._settings.plan or changed
-            self._settings = self._settings.with_plan(
-                said.model_copy(update={"micro_batch": changed.micro_batch})
-            )
+            said = (self._settings.plan or Plan()).model_dump(exclude_unset=True)
+            plan = Plan.model_validate(said | {"micro_batch": changed.micro_batch})
+            self._settings = self._settings.with_plan(plan)
         self._lost_in_silence = scene.gone is not None and scene.gone.why.startswith(SILENT)
         say_restart(self._run, self._restarts, failure, self._quiet)
         return None
@@ -207,7 +214,10 @@ class Lead:
     def _fitted(self) -> tuple[Settings | None, str]:
         """Settings for the machines that are there."""
         slots = sum(member.slots for member in self._fleet.members[: self._most])
-        return fitted(going_on(self._settings) if self._goes_on else self._settings, slots, self._ready)
+        said = going_on(self._settings) if self._goes_on else self._settings
+        settings, why = fitted(said, slots, self._ready)
+        self._best = settings.plan.world_size if settings is not None and settings.plan is not None else 0
+        return settings, why
 
     def _membership_changed(self) -> bool:
         names = tuple(member.name for member in self._fleet.members)
@@ -223,14 +233,13 @@ class Lead:
         if any(member.leaving for member in self._fleet.members):
             return True
         if self._membership_changed():
-            settings, _ = self._fitted()
-            self._best = settings.plan.world_size if settings is not None and settings.plan is not None else 0
+            self._fitted()
         return self._best > self._fleet.ranks
 
     def _admit(self) -> None:
         """Take in machines that came, if their job is this one."""
-        while not self._fleet.came.empty():
-            channel, join = self._fleet.came.get()
+        while self._fleet.came:
+            channel, join, more = self._fleet.came.pop(0)
             if join["job"] != self._job:
                 _refuse(
                     channel,
@@ -240,6 +249,8 @@ class Lead:
             member = Member(channel, join["name"], join["address"], join["slots"])
             self._fleet.members.append(member)
             self._event("node came", node=member.name, ranks=member.slots)
+            for message in more:
+                self._fleet.heard(member, message)
 
     def _part(self) -> None:
         """Part from machines that leave and have no ranks any more.
@@ -267,7 +278,10 @@ class Lead:
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + LOOK_S
-        found = newest(self._run)
+        try:
+            found = newest(self._run)
+        except OSError:  # of the network; the next look tells
+            return
         if found is not None and found.number > self._epoch.number:
             raise ResignedError(f"{found.leader} leads since epoch {found.number}")
 
@@ -298,13 +312,6 @@ class Lead:
     def _event(self, kind: str, **about: Any) -> None:
         with suppress(OSError):
             self._run.event(kind, **about)
-
-
-def _has_begun(run: Run, since: int) -> bool:
-    """Whether ranks have trained in an epoch from `since` on; 0: none that a machine that is here has seen."""
-    return since > 0 and any(
-        event["event"] == "epoch" and event["epoch"] >= since for event in read_json_lines(run.events_file)
-    )
 
 
 def job_text(settings: Settings) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import signal
 import socket
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -65,7 +65,7 @@ class Here:
     def follow(self, channel: Channel, job: str, silence_s: float) -> Parted:
         """Do what a leader says until it has said how the run ended, or is gone; no rank is left then."""
         join = {"name": self.name, "address": self.address, "slots": self.slots}
-        asked = self.requests.count
+        asked = 0  # also what was asked before this leader was there
         try:
             channel.send({"join": join | {"job": job}})
             while True:
@@ -104,10 +104,11 @@ class Here:
         elif "signal" in message and self.ranks is not None:
             self.ranks.send(signal.Signals(message["signal"]))
         elif "stop" in message:
+            had_ranks = self._served is not None
             self._stop()
-            channel.send({"stopped": True} | _clocks())
-        elif "say" in message:
-            print(message["say"], file=sys.stderr, flush=True)
+            ill = self.health.leaving() if had_ranks and self.health is not None else []
+            leaving = {"leaving": "; ".join(ill)} if ill else {}
+            channel.send({"stopped": message["stop"]} | leaving | _clocks())
 
     def _begin(self, order: Order) -> None:
         assert order.place is not None
@@ -135,9 +136,6 @@ class Here:
             message["lost"] = True
             self._stack.close()
             self.ranks = None
-        ended = [event.code for event in map(Event._make, message.get("events", ()))]
-        if any(ended) and self.health is not None and (ill := self.health.leaving()):
-            message["leaving"] = "; ".join(ill)
         if message:
             channel.send(message | _clocks())
 
@@ -174,7 +172,9 @@ class Served:
         now = time.monotonic()
         if events or now >= self._next:  # with the end of a rank comes what it left
             self._next = now + self._tell_s
-            if files := self._changed(folder, with_calls=bool(events) or now >= self._next_calls):
+            if files := self._changed(
+                folder, ranks.pids.values(), with_calls=bool(events) or now >= self._next_calls
+            ):
                 message["files"] = files
         return message
 
@@ -191,7 +191,7 @@ class Served:
         self._ended.update(event.rank for event in ended)
         return begun + ended
 
-    def _changed(self, folder: Path, *, with_calls: bool) -> dict[str, str]:
+    def _changed(self, folder: Path, pids: Collection[int], *, with_calls: bool) -> dict[str, str]:
         found: dict[str, str] = {}
         if with_calls:
             self._next_calls = time.monotonic() + CALLS_S / TELL_S * self._tell_s
@@ -199,10 +199,19 @@ class Served:
             files = RankFiles.of(folder, rank)
             for path in (files.status, files.error, files.stack, *([files.calls] * with_calls)):
                 raw = _read(path)
+                if path == files.error and raw and not _is_of(raw, pids):
+                    continue  # left by a rank of this number that was elsewhere
                 if raw and raw != self._files.get(path.name):
                     self._files[path.name] = raw
                     found[path.name] = base64.b64encode(raw).decode()
         return found
+
+
+def _is_of(error: bytes, pids: Collection[int]) -> bool:
+    try:
+        return json.loads(error)["pid"] in pids
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _clocks() -> dict[str, float]:
