@@ -21,7 +21,7 @@ train: $(READY)
 	$(PYTHON) -m shoal train $(JOB) $(OVERRIDES)
 
 test: lint
-	$(PYTHON) -m pytest --numprocesses 2 --dist loadfile
+	$(PYTHON) -m pytest
 
 lint: $(DEV_READY)
 	$(PYTHON) -m ruff check .

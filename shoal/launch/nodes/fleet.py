@@ -61,8 +61,7 @@ class Fleet:
     members: list[Member] = field(default_factory=list)
     came: list[tuple[Channel, dict[str, Any], list[dict[str, Any]]]] = field(default_factory=list)
     """who would take part, and what it said after that"""
-    folder: Path = field(default_factory=Path)
-    """for files of ranks; made by `open`"""
+    _temporary: tempfile.TemporaryDirectory[str] | None = None
     ranks: int = 0
     lost: bool = False
     gone: Gone | None = None
@@ -80,7 +79,14 @@ class Fleet:
         for left in Path(tempfile.gettempdir()).glob(f"{FOLDER}-*-*"):
             if not Path("/proc", left.name.split("-")[-2]).exists():
                 shutil.rmtree(left, ignore_errors=True)
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}-{os.getpid()}-"))
+        self._temporary = tempfile.TemporaryDirectory(prefix=f"{FOLDER}-{os.getpid()}-")
+
+    @property
+    def folder(self) -> Path:
+        """For what members tell of their ranks' files."""
+        if self._temporary is None:
+            raise ValueError("open() comes first")
+        return Path(self._temporary.name)
 
     def let_in(self, channel: Channel) -> None:
         """Who knocked at the door, from a thread of the door's."""
@@ -179,7 +185,8 @@ class Fleet:
             self.let_go(member, message)
         self._closed = True
         self._close_strangers()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
     def _close_strangers(self) -> None:
         while not self._doors.empty():
