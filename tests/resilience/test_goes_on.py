@@ -186,7 +186,8 @@ def test_a_bit_that_flips_in_one_copy_is_found_before_it_is_kept_and_taken_back(
     (message,) = found.of("fault", "message")
     assert "after step 4 this rank's copy of " in message
     assert "is not that of ranks [0, 2]" in message
-    assert found.of("start") == [0, 3]
+    # those whose copies agree may have kept them before they were ended, and rank 1 then gets theirs
+    assert found.of("start") in ([0, 3], [0, 4])
 
 
 @pytest.mark.usefixtures("warm_nursery")
