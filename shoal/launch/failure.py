@@ -172,6 +172,9 @@ def find_culprit(scene: Scene) -> Culprit:
     aborted = [end for end in ends if end.signal and not end.error]
     if aborted:
         return _killed(min(aborted, key=lambda end: end.time), scene)
+    if absence := find_absence(scene.calls):
+        end = next(end for end in ends if end.rank == absence.ranks[0])
+        return Culprit(end.rank, f"rank {end.rank} held the others up, {end.place}", [absence.text])
     end = min((end for end in ends if end.error), key=lambda end: end.error.time if end.error else 0.0)
     assert end.error is not None, "ranks end by an error, a signal, an exit code, or not at all"
     return _failed(end, end.error)

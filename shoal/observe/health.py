@@ -111,8 +111,16 @@ class HealthWatch:
     """
 
     def __init__(
-        self, nvml: Nvml, gpus: Sequence[int], tell: Callable[[Note], None], *, every_s: float = EVERY_S
+        self,
+        nvml: Nvml,
+        gpus: Sequence[int],
+        tell: Callable[[Note], None],
+        *,
+        every_s: float = EVERY_S,
+        first_rank: int = 0,
     ) -> None:
+        self.first_rank = first_rank
+        """the number of this machine's first rank, which is another one when machines come or go"""
         self._nvml, self._gpus, self._tell, self._every_s = nvml, gpus, tell, every_s
         self._before: dict[int, Reading] = {}
         self._told: dict[tuple[int, str], float] = {}
@@ -189,9 +197,9 @@ def health_watched(
         text = f"GPU {note.gpu} {note.message}"
         print(text, file=sys.stderr, flush=True)
         with suppress(OSError):
-            run.event("alert", rank=first_rank + gpus.index(note.gpu), gpu=note.gpu, message=text)
+            run.event("alert", rank=watch.first_rank + gpus.index(note.gpu), gpu=note.gpu, message=text)
 
-    watch = HealthWatch(nvml, gpus, tell)
+    watch = HealthWatch(nvml, gpus, tell, first_rank=first_rank)
     try:
         yield watch
     finally:

@@ -3,6 +3,7 @@
     <run>/epochs/00000003.json     the third one: who leads it, and where it listens
     <run>/epochs/beat              rewritten by the leader every second
     <run>/epochs/begun             the last epoch in which ranks trained
+    <run>/epochs/ended.json        how the run ended, and in which epoch
     <run>/epochs/token             what proves that a machine may write here
 
 An epoch is claimed by a hard link, which fails if there is one: of two machines that cannot see each other one gets it. Each new
@@ -19,7 +20,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shoal.run import Run, write_whole
 
@@ -86,6 +87,20 @@ def begun_since(run: Run, number: int) -> bool:
     """Whether ranks have trained in an epoch from `number` on, the first that a machine has seen; 0: it has seen none."""
     said = _read(folder_of(run) / "begun")
     return number > 0 and said.isdigit() and int(said) >= number
+
+
+def note_end(run: Run, number: int, outcome: dict[str, Any]) -> None:
+    """Keep how a run ended in an epoch, for machines that could not be told."""
+    write_whole(folder_of(run) / "ended.json", json.dumps({"number": number, "outcome": outcome}))
+
+
+def end_of(run: Run, number: int) -> dict[str, Any] | None:
+    """How the run ended in an epoch; None if it did not."""
+    try:
+        said = json.loads(_read(folder_of(run) / "ended.json"))
+    except ValueError:
+        return None
+    return said["outcome"] if said["number"] == number else None
 
 
 def token(run: Run) -> bytes:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.resilience.epochs import EPOCH
+from shoal.resilience.exchange import Neighbours, receive, send, tell_all
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,7 +116,7 @@ class Snapshots:
         self._others = [other for other in others if other != path]
         self._guest, self._machine = guest, machine
         self._next: Neighbours | None = None
-        self._lineage = 0
+        self._lineage = self._known = 0
         self._found: State = NONE
         self._sources: dict[int, int] = {}
         self._digests: list[bytes] = []
@@ -137,8 +138,10 @@ class Snapshots:
         filled = self._own.put(taken, fill)
         if self._guest is not None:
             if self._next is None:
-                self._next = Neighbours.find(self._own, self._machine, world)
-            self._next.copy(taken, filled, self._guest)
+                self._next = Neighbours.find(self._own.digest.hex(), self._slot_bytes, self._machine, world)
+            there = self._next
+            guest = _Memory(self._guest, bytes.fromhex(there.kind), there.nbytes)
+            guest.put(taken, lambda slot: there.exchange(filled, slot))
 
     def newest(self, world: World) -> int | None:
         """Steps done in the newest state that can be had for all ranks; None if there is none. Collective."""
@@ -152,15 +155,20 @@ class Snapshots:
                     r for r, (_, others) in enumerate(found) if newest in others.get(mine, ())
                 )
         self._digests, self._found = [mine for mine, _ in found], newest
+        self._known = _last_lineage(found)
         return None if newest == NONE else newest.step
 
     def give_back(self, state: Mapping[str, Tensor], world: World) -> None:
-        """Copy the state that `newest` found into tensors; others are forgotten. Collective."""
+        """Copy the state that `newest` found into tensors; others are forgotten. Collective.
+
+        It is taken at once as the first of a new lineage: memories of machines that are away, and of guests, may have steps after
+        it, of other micro-batches or kernels, which must not be mixed with those to come.
+        """
         for rank, source in self._sources.items():  # in the same order on all
             if source == world.rank:
-                _send(self._find(self._digests[rank]), rank, world)
+                send(self._find(self._digests[rank]), rank, world)
         slot = (
-            _receive(self._slot_bytes, self._sources[world.rank], world)
+            receive(self._slot_bytes, self._sources[world.rank], world)
             if world.rank in self._sources
             else self._find(self._own.digest)
         )
@@ -168,16 +176,15 @@ class Snapshots:
             tensor = _local(state[place.name])
             tensor.copy_(_part(slot, place, tensor))
         world.barrier("state in memory is read")  # from here on memories may be written into
-        self._own.keep_until(self._found)
-        self._lineage = self._found.lineage
+        self._own.keep(self._found)
+        self._lineage = _next_lineage(self._known)
+        self.take(self._found.step, state, world)
 
     def forget(self, world: World) -> None:
         """Give back nothing any more: the run goes on from elsewhere. Collective."""
         found = _inventories([self._own.path, *self._others], self._own.digest, world)
-        known = [state.lineage for _, has in found for states in has.values() for state in states]
-        # an epoch is one world's alone, so that no other one can draw the same
-        self._lineage = max([self._lineage, *known, int(os.environ.get(EPOCH, "0")) * LINEAGES]) + 1
-        self._own.keep_until(NONE)
+        self._lineage = _next_lineage(max(self._lineage, _last_lineage(found)))
+        self._own.keep(NONE)
 
     def _find(self, digest: bytes) -> Tensor:
         """The slot of some memory here that has the state that was found."""
@@ -216,11 +223,9 @@ class _Memory:
         self._write(states)
         return self.slot(number)
 
-    def keep_until(self, last: State) -> None:
-        """Hold states of this kind from now on; of those that are there, the ones of a lineage until its `last`."""
-        self._write(
-            [state if state <= last and state.lineage == last.lineage else NONE for state in self.states]
-        )
+    def keep(self, one: State) -> None:
+        """Hold states of this kind from now on; of those that are there, only one."""
+        self._write([state if state == one else NONE for state in self.states])
 
     def _all(self) -> Tensor:
         if self._bytes is None:
@@ -230,49 +235,6 @@ class _Memory:
     def _write(self, states: list[State]) -> None:
         header = self._all()[:_HEADER_BYTES].numpy().data
         _HEADER.pack_into(header, 0, self.digest, self.slot_bytes, *chain(*states))
-
-
-class Neighbours(NamedTuple):
-    """To whom this rank copies its state, and whose it has as a guest."""
-
-    to: int
-    of: int
-    digest: bytes
-    """of the guest's state"""
-    slot_bytes: int
-    world: World
-
-    @classmethod
-    def find(cls, own: _Memory, machine: int, world: World) -> Neighbours:
-        """Ranks of the next machine, in their order there. Collective.
-
-        Raises:
-            ValueError: on all ranks: machines have different numbers of ranks.
-        """
-        told = [
-            json.loads(text)
-            for text in _tell_all(json.dumps([machine, own.digest.hex(), own.slot_bytes]), world)
-        ]
-        machines: dict[int, list[int]] = {}
-        for rank, (where, _, _) in enumerate(told):
-            machines.setdefault(where, []).append(rank)
-        rings = list(machines.values())
-        if len({len(ranks) for ranks in rings}) > 1:
-            raise ValueError("machines have different numbers of ranks")
-        here = list(machines).index(machine)
-        at = rings[here].index(world.rank)
-        of = rings[here - 1][at]
-        return cls(rings[(here + 1) % len(rings)][at], of, bytes.fromhex(told[of][1]), told[of][2], world)
-
-    def copy(self, taken: State, mine: Tensor, guest: str) -> None:
-        """Send this rank's state, and put away the other's."""
-
-        def fill(slot: Tensor) -> None:
-            sent = _isend(mine, self.to, self.world)
-            slot.copy_(_receive(self.slot_bytes, self.of, self.world))
-            sent()
-
-        _Memory(guest, self.digest, self.slot_bytes).put(taken, fill)
 
 
 def _part(slot: Tensor, place: Place, like: Tensor) -> Tensor:
@@ -290,6 +252,15 @@ def _header(path: str) -> tuple[bytes, int, list[State]]:
     return digest, slot_bytes, [State(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
 
 
+def _last_lineage(found: Sequence[tuple[bytes, Mapping[bytes, set[State]]]]) -> int:
+    return max((state.lineage for _, has in found for states in has.values() for state in states), default=0)
+
+
+def _next_lineage(known: int) -> int:
+    """One that no world has drawn: an epoch is one world's alone."""
+    return max(known, int(os.environ.get(EPOCH, "0")) * LINEAGES) + 1
+
+
 def _inventories(
     paths: Sequence[str], mine: bytes, world: World
 ) -> list[tuple[bytes, dict[bytes, set[State]]]]:
@@ -299,50 +270,11 @@ def _inventories(
         digest, _, states = _header(path)
         has.setdefault(digest.hex(), []).extend(state for state in states if state != NONE)
     found = []
-    for text in _tell_all(json.dumps([mine.hex(), has]), world):
+    for text in tell_all(json.dumps([mine.hex(), has]), world):
         needs, there = json.loads(text)
         states_of = {bytes.fromhex(kind): {State(*pair) for pair in pairs} for kind, pairs in there.items()}
         found.append((bytes.fromhex(needs), states_of))
     return found
-
-
-def _tell_all(text: str, world: World) -> list[str]:
-    """What each rank says, on all ranks. Collective."""
-    import torch
-    import torch.distributed as dist
-
-    if world.size == 1:
-        return [text]
-    raw = torch.tensor(list(text.encode()), dtype=torch.uint8, device=world.device)
-    sizes = [torch.empty(1, dtype=torch.int64, device=world.device) for _ in range(world.size)]
-    dist.all_gather(sizes, torch.tensor([len(raw)], device=world.device))
-    longest = int(torch.cat(sizes).max())
-    everyone = [torch.empty(longest, dtype=torch.uint8, device=world.device) for _ in range(world.size)]
-    dist.all_gather(everyone, torch.nn.functional.pad(raw, (0, longest - len(raw))))
-    return [bytes(said[: int(size)].tolist()).decode() for said, size in zip(everyone, sizes, strict=True)]
-
-
-def _send(slot: Tensor, to: int, world: World) -> None:
-    _isend(slot, to, world)()
-
-
-def _isend(slot: Tensor, to: int, world: World) -> Callable[[], object]:
-    """Begin to send; what is returned waits for the end."""
-    import torch.distributed as dist
-
-    wire = slot if "gloo" in world.backend else slot.to(world.device)
-    work = dist.isend(wire, to) if len(wire) else None
-    return work.wait if work is not None else lambda: wire
-
-
-def _receive(nbytes: int, source: int, world: World) -> Tensor:
-    import torch
-    import torch.distributed as dist
-
-    wire = torch.empty(nbytes, dtype=torch.uint8, device="cpu" if "gloo" in world.backend else world.device)
-    if nbytes:
-        dist.recv(wire, source)
-    return wire.cpu()
 
 
 def _among_replicas(plan: Plan, rank: int) -> tuple[int, ...]:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import pytest
 
 from shoal.checkpoint.check import one
 from shoal.checkpoint.plain import whole_tensors
 from shoal.config import Settings, parse
-from shoal.run import read_json_lines
+from shoal.launch.nodes.channel import Channel
+from shoal.launch.nodes.fleet import Fleet, Member
+from shoal.launch.nodes.member import Here, Served
+from shoal.launch.ranks import Ranks
+from shoal.launch.watch import Requests
+from shoal.observe.health import HealthWatch
+from shoal.run import Run, read_json_lines
 from tests.launch.machines import Machine, children_of, events_of, steps_of, until
 
 STEPS = 12
@@ -128,6 +134,68 @@ def test_a_machine_that_comes_late_takes_part(undisturbed: Path, tmp_path: Path)
     assert [event["world_size"] for event in events_of(tmp_path, "start")] == [1, 2]
     for mine, theirs in zip(numbers(tmp_path)[0], numbers(undisturbed)[0], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def test_a_machine_that_comes_and_leaves_stops_the_others_twice_and_not_again(tmp_path: Path) -> None:
+    slow = "slow rank=0 step=3 seconds=3; slow rank=0 step=7 seconds=4"
+    said = settings(tmp_path, "1:2", {"replicate": 2}, faults=slow)
+    with Machine(said) as one:
+        until(lambda: len(steps_of(tmp_path)) >= 3, "three steps")
+        with Machine(said) as two:
+            until(lambda: len(events_of(tmp_path, "start")) == 2, "a larger world")
+            until(lambda: len(steps_of(tmp_path)) >= 6, "six steps")
+            two.send(signal.SIGTERM)
+            assert two.end() == "interrupted"
+        assert one.end() == "ok", one.output.read_text()
+    assert steps_of(tmp_path) == [*range(1, STEPS + 1)]
+    assert [event["world_size"] for event in events_of(tmp_path, "start")] == [1, 2, 1]
+
+
+def test_without_restarts_a_lost_leader_ends_the_run_too(tmp_path: Path) -> None:
+    said = settings(tmp_path, "1:2", {"replicate": 2}, restarts=0, faults="slow rank=0 step=3 seconds=4")
+    with Machine(said) as one, Machine(said) as two:
+        until(lambda: len(steps_of(tmp_path)) >= 2, "two steps")
+        leader, other = (one, two) if f"process {one.pid})" in leader_of(tmp_path) else (two, one)
+        leader.send(signal.SIGKILL)
+        assert other.end() == "failed"
+    assert [event["reason"] for event in events_of(tmp_path, "given up")] == ["run.restarts = 0"]
+
+
+def test_signals_to_several_machines_are_one_request(tmp_path: Path) -> None:
+    fleet = Fleet(silence_s=3.0)
+    for name in ("a", "b"):
+        fleet.heard(Member(cast(Channel, None), name, "", 1), {"asks": 1})
+    assert fleet.requests.count == 1
+
+
+def test_a_machine_with_a_gpu_that_went_bad_wants_to_leave_when_its_ranks_are_stopped(tmp_path: Path) -> None:
+    class Health:
+        first_rank = 0
+
+        def leaving(self) -> list[str]:
+            return ["GPU 0 has fallen off the bus"]
+
+    class Ears:
+        said: ClassVar[list[dict[str, Any]]] = []
+
+        def send(self, message: dict[str, Any]) -> None:
+            self.said.append(message)
+
+    class NoRanks:
+        def wait_until_all_ended(self, seconds: float) -> bool:
+            return True
+
+    here = Here(Run(tmp_path), "a", "", "lo", 1, "cuda", (), (), Requests(), cast(HealthWatch, Health()))
+    here.ranks, here._served = cast(Ranks, NoRanks()), cast(Served, object())
+    here._do({"stop": 4}, cast(Channel, Ears()))
+    assert Ears.said[0] | {"time": 0, "monotonic": 0} == {
+        "stopped": 4,
+        "leaving": "GPU 0 has fallen off the bus",
+        "time": 0,
+        "monotonic": 0,
+    }
+    here._do({"stop": 5}, cast(Channel, Ears()))  # it had none: nothing is said of GPUs
+    assert "leaving" not in Ears.said[1]
 
 
 def test_a_machine_that_is_asked_to_leave_does_so_between_steps(undisturbed: Path, tmp_path: Path) -> None:

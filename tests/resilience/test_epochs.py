@@ -8,7 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from shoal.resilience.epochs import EPOCH, Beat, Epoch, beats, claim, folder_of, newest, taken_over, token
+from shoal.resilience.epochs import (
+    EPOCH,
+    Beat,
+    Epoch,
+    beats,
+    claim,
+    end_of,
+    folder_of,
+    newest,
+    note_end,
+    taken_over,
+    token,
+)
 from shoal.run import Run
 
 
@@ -48,6 +60,12 @@ def test_a_rank_of_an_older_epoch_is_told_who_took_over(run: Run, monkeypatch: p
     assert taken_over(run) == ""
     claim(run, epoch(2, "two"))
     assert "two has taken the run over (epoch 2; this rank is of epoch 1)" in taken_over(run)
+
+
+def test_how_a_run_ended_is_known_of_its_last_epoch_alone(run: Run) -> None:
+    assert end_of(run, 1) is None
+    note_end(run, 2, {"state": "ok"})
+    assert (end_of(run, 2), end_of(run, 3)) == ({"state": "ok"}, None)
 
 
 def test_the_token_is_one_and_readable_by_its_user_alone(tmp_path: Path) -> None:

@@ -20,11 +20,12 @@ from shoal.launch.nodes.lead import Lead, Ready, job_text
 from shoal.launch.nodes.member import Here, own_address
 from shoal.launch.watch import Requests, counted_requests
 from shoal.observe.health import health_watched
-from shoal.resilience.epochs import BEAT_S, Epoch, beats, claim, newest, token
+from shoal.resilience.epochs import BEAT_S, Epoch, beats, claim, end_of, newest, token
 from shoal.resilience.snapshot import held
 from shoal.run import Run
 
 AGAIN_S = 0.5  # between attempts to reach a leader
+MOST_UNABLE = 3  # terms in a row that end by an error of this machine's disk or network
 HOLD_BACK = 4  # times the silence after which a machine is lost: others find out, and one of them leads
 
 
@@ -114,6 +115,8 @@ class _Search:
         """where something else than its leader answers"""
         self._lost: Gone | None = None
         self._led = False
+        self._unable = 0
+        """terms in a row in which this machine could not lead"""
 
     def until_the_run_ends(self) -> Outcome:
         silence_s = self._settings.run.node_deadline_s
@@ -142,11 +145,15 @@ class _Search:
                     f"this machine has left the run ({said.get('left', parted.why)}), which goes on where others are"
                 )
                 return Outcome("interrupted", 0)
+            was_ours = led is not None and led.leader == self._here.name
+            self._unable = self._unable + 1 if was_ours and said.get("unable") else 0
+            if self._unable == MOST_UNABLE:
+                return Outcome("failed", 0, f"{said['resigned']}, {MOST_UNABLE} times")
             if said.get("alone"):
                 self._holds_back_until = time.monotonic() + HOLD_BACK * silence_s
             why = said.get("resigned") or parted.why
             self._lost = None
-            if led is not None and not said and led.leader != self._here.name:
+            if led is not None and not said and not was_ours:
                 self._lost = Gone(led.leader, self._here.where.get(led.leader, range(0)), why)
             self._say(f"who led is gone ({why}); looking for who leads now")
 
@@ -165,6 +172,12 @@ class _Search:
         said = False
         while not self._requests.count:
             epoch = newest(self._run)
+            if (
+                epoch is not None
+                and self._here.epoch
+                and (ended := end_of(self._run, epoch.number)) is not None
+            ):
+                return self._told(Outcome(**ended))  # which it could not be told
             if epoch is not None and epoch != self._over:
                 found = self._reached(epoch)
                 if isinstance(found, Channel):
@@ -210,12 +223,25 @@ class _Search:
         if is_ours:
             self._led = True
             self._lead = Lead(
-                self._run, self._settings, self._ready, epoch, door, fleet, self._quiet, self._lost
+                self._run,
+                self._settings,
+                self._ready,
+                epoch,
+                door,
+                fleet,
+                self._quiet,
+                self._lost,
+                self._expected(),
             )
         else:
             door.close()
             fleet.close({})
             time.sleep(AGAIN_S)
+
+    def _expected(self) -> int:
+        """Machines that had ranks beside who led; 0: nobody led."""
+        lost = self._lost.name if self._lost is not None else ""
+        return sum(bool(ranks) for name, ranks in self._here.where.items() if name != lost)
 
     def _last_step(self) -> int | None:
         """Steps that are done, if the run needs no more: for a machine that comes too late."""

@@ -31,7 +31,7 @@ from shoal.launch.progress import CallWatch
 from shoal.launch.watch import Watch
 from shoal.launch.worker import TRAIN
 from shoal.plan import Plan
-from shoal.resilience.epochs import Beat, Epoch, begun_since, claim, newest, note_begin
+from shoal.resilience.epochs import Beat, Epoch, begun_since, claim, newest, note_begin, note_end
 from shoal.resilience.faults import STRUCK
 from shoal.resilience.restarts import Restarts
 from shoal.run import Run
@@ -59,7 +59,8 @@ class Lead:
     Args:
         settings: as the job says. ready: makes them ready for so many ranks, or raises ConfigError.
         epoch: which this machine has claimed, and where it is reached. door: there. fleet: to which the door leads.
-        quiet: reports are in files alone. lost: who led before, if it is gone.
+        quiet: reports are in files alone. lost: who led before, if it is gone. expected: machines that are
+            likely to come at once, since they followed who led before.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Lead:
         fleet: Fleet,
         quiet: bool,
         lost: Gone | None = None,
+        expected: int = 0,
     ) -> None:
         assert settings.run.nodes_from_to is not None, "for runs on several machines"
         self._least, self._most = settings.run.nodes_from_to
@@ -82,6 +84,7 @@ class Lead:
         self._goes_on = begun_since(run, epoch.after)
         fleet.open()
         self._lost = lost
+        self._expected = expected
         self._lost_in_silence = False
         self._next_look = 0.0
         self._seen: tuple[str, ...] = ()
@@ -98,11 +101,14 @@ class Lead:
         said: dict[str, Any] = {}
         try:
             with Beat(self._run):
-                said = {"outcome": self._generations()._asdict()}
+                outcome = self._generations()._asdict()
+                said = {"outcome": outcome}
+                with suppress(OSError):
+                    note_end(self._run, self._epoch.number, outcome)
         except ResignedError as why:
             said = {"resigned": str(why), "alone": isinstance(why, AloneError)}
         except OSError as error:
-            said = {"resigned": f"{self._epoch.leader} cannot lead: {error}", "alone": True}
+            said = {"resigned": f"{self._epoch.leader} cannot lead: {error}", "alone": True, "unable": True}
         except Exception as error:
             said = {"outcome": Outcome("failed", 0, f"{type(error).__name__}: {error}")._asdict()}
             raise
@@ -130,7 +136,7 @@ class Lead:
             outcome = self._generation(settings, settings.plan.world_size)
             if outcome is not None:
                 return outcome
-            self._goes_on = True
+            self._goes_on, self._expected = True, 1  # who is left goes on at once
 
     def _generation(self, settings: Settings, size: int) -> Outcome | None:
         """Have ranks train until they end; None if there is to be another generation."""
@@ -179,7 +185,7 @@ class Lead:
         """Settings for the next generation, when machines enough are there; None and why, if there is to be none."""
         policy, began = self._settings.run, time.monotonic()
         enough_at = changed_at = began
-        settings, why = self._fitted() if self._fleet.members else (None, "")
+        settings, why = (None, "") if self._membership_changed(keep=True) else self._fitted()
         while not self._fleet.requests.count:
             self._fleet.listen(0.1)
             self._look()
@@ -194,7 +200,7 @@ class Lead:
                 if self._lost_in_silence and now - enough_at > policy.node_deadline_s:
                     raise AloneError("others cannot be reached, and here are not enough to go on")
             elif settings is not None and (
-                there >= self._most or self._goes_on or now - changed_at > LAST_CALL_S
+                there >= (self._expected or self._most) or now - changed_at > LAST_CALL_S
             ):
                 return settings, ""
             elif settings is None and there >= self._most:
@@ -219,10 +225,12 @@ class Lead:
         self._best = settings.plan.world_size if settings is not None and settings.plan is not None else 0
         return settings, why
 
-    def _membership_changed(self) -> bool:
+    def _membership_changed(self, *, keep: bool = False) -> bool:
+        """Whether other machines are there than at the last look; with `keep` the next look says so again."""
         names = tuple(member.name for member in self._fleet.members)
         changed = names != self._seen
-        self._seen = names
+        if not keep:
+            self._seen = names
         return changed
 
     def _wants_room(self) -> bool:

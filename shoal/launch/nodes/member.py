@@ -119,6 +119,8 @@ class Here:
         for rank in range(place.first, place.first + order.ranks):
             RankFiles.of(self.run.ranks, rank).clear()
         self._served = Served(order)
+        if self.health is not None:
+            self.health.first_rank = place.first
         if self.ranks is None:
             self.ranks = self._stack.enter_context(Ranks.start(order))
         self.ranks.order(order)
