@@ -17,6 +17,7 @@ from shoal.launch.nodes.member import Here, Served
 from shoal.launch.ranks import Ranks
 from shoal.launch.watch import Requests
 from shoal.observe.health import HealthWatch
+from shoal.resilience.faults import STRUCK
 from shoal.run import Run, read_json_lines
 from tests.launch.machines import Machine, children_of, events_of, steps_of, until
 
@@ -118,6 +119,18 @@ def test_when_who_leads_is_lost_another_machine_leads(undisturbed: Path, tmp_pat
         assert not any(Path(f"/proc/{pid}").exists() for pid in below)
     assert same(tmp_path, undisturbed)
     assert len(events_of(tmp_path, "epoch")) == 2
+
+
+def test_a_machine_that_only_waited_leads_and_tells_which_ranks_were_lost(tmp_path: Path) -> None:
+    said = settings(tmp_path, "1", {"replicate": 1}, faults="slow rank=0 step=6 seconds=60")
+    with Machine(said) as one:
+        until((tmp_path / "ranks" / STRUCK).exists, "a slow step, which the run waits for meanwhile")
+        with Machine(said) as spare:
+            until(lambda: len(events_of(tmp_path, "node came")) == 2, "a second machine")
+            one.send(signal.SIGKILL)
+            assert ended(one, spare) == [None, "ok"], spare.output.read_text()
+    message = events_of(tmp_path, "fault")[0]["message"]
+    assert f"(process {one.pid}) is gone, with rank 0: it led" in message
 
 
 def leader_of(folder: Path) -> str:

@@ -149,6 +149,7 @@ class Fleet:
             member.ranks = range(first, min(size, first + member.slots))
             first = member.ranks.stop
         self._epoch = epoch
+        self.say_where(self.members)
         for member in taking:
             member.stopped = not member.ranks  # from here on its loss is a loss
         head = taking[0]
@@ -164,6 +165,11 @@ class Fleet:
         for member in taking[1:]:
             if member.ranks and self.gone is None:
                 self._order(member, order, place._replace(first=member.ranks.start, port=head.port))
+
+    def say_where(self, members: Sequence[Member]) -> None:
+        """Tell members who has which ranks: any of them may lead next, one that only waits too, and tells of who is lost."""
+        where = {member.name: [member.ranks.start, member.ranks.stop] for member in self.members}
+        self.tell(members, {"where": where})
 
     def stop(self) -> None:
         """Kill the ranks of all members, and wait until they have said that none is left; who does not is lost."""
@@ -205,9 +211,7 @@ class Fleet:
             member.ranks = range(0)
 
     def _order(self, member: Member, order: Order, place: Place) -> None:
-        told = order._replace(ranks=len(member.ranks), place=place)
-        where = {other.name: [other.ranks.start, other.ranks.stop] for other in self.members}
-        self.tell([member], {"order": told, "where": where})
+        self.tell([member], {"order": order._replace(ranks=len(member.ranks), place=place)})
 
     def _greet(self, channel: Channel) -> None:
         """The first word of who connected: it wants to take part."""

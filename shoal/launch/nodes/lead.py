@@ -256,6 +256,7 @@ class Lead:
                 continue
             member = Member(channel, join["name"], join["address"], join["slots"])
             self._fleet.members.append(member)
+            self._fleet.say_where([member])
             self._event("node came", node=member.name, ranks=member.slots)
             for message in more:
                 self._fleet.heard(member, message)

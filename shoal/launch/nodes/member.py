@@ -98,8 +98,9 @@ class Here:
             channel.send({"leaving": signal.Signals(self.requests.last or signal.SIGTERM).name})
 
     def _do(self, message: dict[str, Any], channel: Channel) -> None:
-        if "order" in message:
+        if "where" in message:
             self.where = {name: range(*ranks) for name, ranks in message["where"].items()}
+        elif "order" in message:
             self._begin(as_order(message["order"]))
         elif "signal" in message and self.ranks is not None:
             self.ranks.send(signal.Signals(message["signal"]))
