@@ -21,6 +21,7 @@ from shoal.observe.calls import Calls, read_all_calls
 from shoal.observe.host import Memory
 from shoal.observe.verdict import find_mismatch
 from shoal.run import Run
+from shoal.world.meeting import ranks_text
 
 SETTLE_S = 2.0  # how long other ranks may take to end by themselves, once one has failed
 STACK_S = 0.3  # how long a rank takes to write its stack on SIGUSR1
@@ -104,10 +105,21 @@ class Watch:
                 if self._failed(ends) or self._calls_differ(ends):
                     return self._stop_all(0.0)
                 stalled = self._stalled_s(ends)
+                if stalled > self.deadline_s and all(end.finished for end in ends):
+                    self._end_the_rest()
+                    break
                 if stalled > (self.deadline_s if _started(ends) else max(START_S, self.deadline_s)):
                     return self._stop_all(stalled)
                 self._warn(ends, stalled)
         return None if self._ended_well() else self._stop_all(0.0)
+
+    def _end_the_rest(self) -> None:
+        """Kill ranks that have done all their work and only do not end, by which nothing is lost."""
+        rest = self.nursery.alive
+        self._alert(
+            rest[0], f"{ranks_text(rest)} finished and did not end within {self.deadline_s:g} s: killed"
+        )
+        self.nursery.send(signal.SIGKILL)
 
     def ends(self) -> list[End]:
         return read_ends(self.folder, self.nursery.codes())

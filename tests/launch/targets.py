@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import resource
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -71,6 +73,26 @@ def hello(settings: Settings, world: World, status: RankStatus, stop: StopFlag) 
     """Print and finish all steps."""
     print(f"hello from rank {world.rank} of {world.size}")
     status.enter("step", settings.train.steps)
+
+
+def linger(settings: Settings, world: World, status: RankStatus, stop: StopFlag) -> None:
+    """Finish, and in rank 1 not end."""
+    hello(settings, world, status, stop)
+    if world.rank == 1:
+        world.close = lambda wait=True: read_forever()
+
+
+def part(settings: Settings, world: World, status: RankStatus, stop: StopFlag) -> None:
+    """Leave something to be done at the end of the process, by a thread and by `atexit`."""
+    hello(settings, world, status, stop)
+    folder = Path(settings.run.dir)
+
+    def work() -> None:
+        time.sleep(0.5)
+        (folder / f"thread-{world.rank}").touch()
+
+    threading.Thread(target=work).start()
+    atexit.register((folder / f"atexit-{world.rank}").touch)
 
 
 def ask(settings: Settings, world: World, status: RankStatus, stop: StopFlag) -> None:

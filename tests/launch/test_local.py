@@ -23,6 +23,7 @@ from shoal.config import Settings, parse
 from shoal.launch.local import Outcome, launch
 from shoal.launch.ranks import Ranks
 from shoal.observe.status import read_status
+from shoal.run import read_json_lines
 from tests.launch import targets
 from tests.launch.warm import start
 
@@ -178,6 +179,24 @@ def test_rank_0_keeps_the_terminal_and_all_ranks_have_logs(
         assert (tmp_path / "ranks" / f"{rank}.log").read_text() == f"hello from rank {rank} of 2\n"
     files = [f"{rank}.{kind}" for rank in (0, 1) for kind in ("calls", "log", "status")]
     assert sorted(path.name for path in (tmp_path / "ranks").iterdir()) == files
+
+
+def test_what_a_rank_left_to_the_end_of_its_process_is_done(tmp_path: Path) -> None:
+    target = f"{targets.__name__}:part"
+    assert launch(settings(tmp_path), 2, device="cpu", target=target) == Outcome("ok", 5)
+    left = {path.name for kind in ("thread", "atexit") for path in tmp_path.glob(f"{kind}-*")}
+    assert left == {"thread-0", "thread-1", "atexit-0", "atexit-1"}
+
+
+@pytest.mark.usefixtures("warm_nursery")
+def test_a_rank_that_has_done_its_work_and_does_not_end_fails_nothing(tmp_path: Path) -> None:
+    target = f"{targets.__name__}:linger"
+    assert launch(settings(tmp_path, 2.0), 2, device="cpu", target=target) == Outcome("ok", 5)
+    (alert,) = [event for event in read_json_lines(tmp_path / "events.jsonl") if event["event"] == "alert"]
+    assert (
+        alert["message"] == "ranks 0, 1 finished and did not end within 2 s: killed"
+    )  # 0 keeps the store for 1
+    assert ranks_are_gone(tmp_path)
 
 
 @pytest.mark.usefixtures("warm_nursery")
