@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 from shoal.config import Settings
 from shoal.launch import nursery
+from shoal.launch.after import Outcome
 from shoal.launch.nursery import Order
 from shoal.launch.ranks import Ranks
 from shoal.run import read_json_lines
@@ -26,7 +27,7 @@ from tests.ranks import PRELOAD
 
 
 class Machine:
-    """One of several on this host: a process that ends with all its ranks when it is killed.
+    """One of several on this host, or the only one: a process that ends with all its ranks when it is killed.
 
     Args:
         namespace: the network namespace in which it is; None: this one.
@@ -109,23 +110,28 @@ def _machine(settings: str, ended: Connection, output: str, namespace: str | Non
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
-    from shoal.cluster import Cluster
-    from shoal.launch.nodes.launch import launch_on_nodes
-    from shoal.launch.ready import make_ready
-
     nurseries = [_nursery()]  # while there is but one thread
     with patch.object(Ranks, "start", lambda order: _ranks(order, nurseries)):
         try:
-            outcome = launch_on_nodes(
-                Settings.from_toml(settings),
-                lambda said, ranks: make_ready(said, ranks=ranks),
-                Cluster.parse("1 cpu"),
-                device="cpu",
-            )
-            ended.send(outcome.state)
+            ended.send(_launch(Settings.from_toml(settings)).state)
         except ValueError as error:
             ended.send(str(error))
     os._exit(0)
+
+
+def _launch(settings: Settings) -> Outcome:
+    from shoal.cluster import Cluster
+    from shoal.launch.local import launch
+    from shoal.launch.nodes.launch import launch_on_nodes
+    from shoal.launch.ready import make_ready
+
+    if settings.run.nodes_from_to is None:
+        settings = make_ready(settings)
+        assert settings.plan is not None
+        return launch(settings, settings.plan.world_size, device="cpu")
+    return launch_on_nodes(
+        settings, lambda said, ranks: make_ready(said, ranks=ranks), Cluster.parse("1 cpu"), device="cpu"
+    )
 
 
 def _ranks(order: Order, nurseries: list[tuple[int, int, int]]) -> Ranks:
