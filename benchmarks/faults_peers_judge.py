@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 CAUSES = {
     "kill": r"SIGKILL|signal 9\b|exitcode: -9\b",
     "stop": r"SIGSTOP|\bstuck\b|\bhangs?\b|\bhung\b|\bstopped\b|\bno rank has moved\b",
-    "raise": r"on purpose",
+    "raise": r"on purpose|a fault of run\.faults",
     "agent": r"\bgone\b|\bdead\b|keep-?alive|SIGKILL|signal 9\b|exitcode: -9\b",
 }
 """words of a line that tells of the cause, by the kind of fault"""
