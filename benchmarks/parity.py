@@ -117,19 +117,13 @@ def page(rows: list[dict[str, Any]], steps: int) -> str:
         "",
         f"`python benchmarks/parity.py --out DIR --steps {steps}`: the largest relative errors of {steps} steps against one",
         "device in fp64, of a small Llama and a small mixture of experts with grouped heads and tied ends. What is allowed is",
-        f"in [verify.md](verify.md); {sum(entry['same'] for entry in rows)} of {len(rows)} are within it, and the largest error "
-        f"is {most:.2f} of what is allowed.",
+        f"in [verify.md](verify.md); {sum(entry['same'] for entry in rows)} of {len(rows)} are within it, and the largest error",
+        f"is {most:.2f} of what is allowed. Errors of gradients are relative to a parameter's, and for experts in bf16, where",
+        "rounding can send a token to another expert, to the whole gradient.",
         "",
         "| model | precision | plan | loss | gradient norm | worst gradient | weights | within |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
     ]
-    older = sum(entry.get("relative_to") == "parameter" for entry in rows)
-    if older:  # kept from before `jumps` in shoal/verify/compare.py was by the whole gradient
-        at = lines.index(
-            "| model | precision | plan | loss | gradient norm | worst gradient | weights | within |"
-        )
-        text = "Gradients of experts in bf16 are relative to the whole gradient; on 8 ranks each is to its parameter's."
-        lines[at:at] = [text, ""]
     for entry in rows:
         errors = " | ".join(
             f"{entry[name]:.0e}" if name in entry else "" for name in ("loss", "norm", "gradient", "weights")
