@@ -32,13 +32,18 @@ def whole_tensors(checkpoint: Checkpoint, names: Iterable[str] | None = None) ->
     Raises:
         DamagedCheckpointError: naming the file and the tensor.
     """
-    index = _index(checkpoint)
+    index = index_of(checkpoint)
     with Files(checkpoint) as files:
         for name in index if names is None else names:
             yield name, _whole(checkpoint, files, name, index[name])
 
 
-def _index(checkpoint: Checkpoint) -> Index:
+def index_of(checkpoint: Checkpoint) -> Index:
+    """Where its tensors lie.
+
+    Raises:
+        DamagedCheckpointError: that cannot be told.
+    """
     try:
         return read_index(checkpoint)
     except (OSError, DamagedError) as error:
@@ -92,7 +97,7 @@ def _write_safetensors(
 ) -> None:
     """One file, or several and an index, as Hugging Face names them. No more than one file's tensors are held."""
     save_file = import_extra("safetensors.torch", "writing safetensors files").save_file
-    index = _index(checkpoint)
+    index = index_of(checkpoint)
     shards: list[list[str]] = [[]]
     held = 0
     for name in wanted:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="checkpoint",
-    help="List, check, export and import checkpoints.",
+    help="List, check, reshard, export and import checkpoints.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -151,6 +151,39 @@ def export(
     told = {"step": checkpoint.step, "tensors": count, "out": str(out)}
     typer.echo(
         json.dumps(told) if as_json else f"exported {count} tensors of step {checkpoint.step} into {out}"
+    )
+
+
+@app.command("reshard")
+def reshard(
+    path: Path = typer.Argument(help="A checkpoint, or a run directory: then its newest."),
+    out: Path = typer.Argument(help="A run directory, which may be new."),
+    files: int = typer.Option(..., min=1, help="Files of tensors in it."),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Write a checkpoint again, in another number of files. No plan needs that: any reads what any other wrote.
+
+    It is for file systems that are slow with thousands of files, and for copies.
+
+    Example: shoal checkpoint reshard runs/quickstart runs/packed --files 1
+    """
+    from shoal.checkpoint.check import one
+    from shoal.checkpoint.folder import CheckpointError
+    from shoal.checkpoint.rewrite import rewrite
+    from shoal.cli.show import fail
+
+    try:
+        checkpoint = one(path)
+        before, written = checkpoint.manifest["ranks"], rewrite(checkpoint, out, files)
+    except ValueError as error:
+        raise fail(str(error)) from error
+    except (CheckpointError, OSError) as error:
+        raise fail(str(error), code=1) from error
+    told = {"step": checkpoint.step, "files": files, "path": str(written)}
+    typer.echo(
+        json.dumps(told)
+        if as_json
+        else f"wrote step {checkpoint.step}, of {before} files, as {files} into {written}"
     )
 
 

@@ -54,7 +54,7 @@ def flip(file: Path) -> None:
 
 
 def test_every_command_has_help_with_an_example() -> None:
-    for name in ("ls", "check", "export", "import"):
+    for name in ("ls", "check", "reshard", "export", "import"):
         result = shoal(name, "--help")
         assert result.exit_code == 0 and f"Example: shoal checkpoint {name} " in result.output
 
@@ -120,6 +120,45 @@ def test_a_damaged_checkpoint_is_not_exported(done: Path, tmp_path: Path) -> Non
     flip(newest(done) / "rank-00000.bin")
     result = shoal("export", done, tmp_path / "all.pt")
     assert result.exit_code == 1 and not (tmp_path / "all.pt").exists()
+
+
+@pytest.mark.parametrize("files", [1, 3, 40])
+def test_a_checkpoint_is_written_again_in_another_number_of_files(
+    files: int, done: Path, tmp_path: Path
+) -> None:
+    packed = tmp_path / "packed"
+    result = shoal("reshard", done, packed, "--files", files, "--json")
+    assert result.exit_code == 0, result.output
+    written = Path(json.loads(result.stdout)["path"])
+    sizes = [path.stat().st_size for path in written.glob("rank-*.bin")]
+    assert len(sizes) == files and max(sizes) < 1.5 * sum(sizes) / files
+    right, found = tensors(done), tensors(packed)
+    assert list(found) == list(right)
+    assert all(torch.equal(found[name], right[name]) for name in right)
+    assert shoal("check", packed).exit_code == 0
+    old, new = (list_checkpoints(run / "checkpoints")[0][-1].manifest for run in (done, packed))
+    assert {key for key in old if old[key] != new[key]} == {
+        "save",
+        "ranks",
+        "written",
+        "index_sha256",
+        "files",
+    }
+    assert shoal("reshard", done, packed, "--files", files).exit_code == 2  # it is there already
+
+
+def test_a_run_goes_on_from_what_was_written_again(done: Path, tmp_path: Path) -> None:
+    shutil.rmtree(newest(done))
+    assert shoal("reshard", done, tmp_path / "packed", "--files", 5).exit_code == 0
+    run_ranks(2, run, settings_for(tmp_path / "packed", Plan(shard=2), checkpoint={"every": 8}))
+    assert losses(tmp_path / "packed") == losses(done)[8:]
+
+
+def test_a_damaged_checkpoint_is_not_written_again(done: Path, tmp_path: Path) -> None:
+    flip(newest(done) / "rank-00001.bin")
+    result = shoal("reshard", done, tmp_path / "packed", "--files", 1)
+    assert result.exit_code == 1 and "rank-00001.bin: tensor" in result.output
+    assert not any((tmp_path / "packed" / "checkpoints").iterdir())
 
 
 def as_torch_file(done: Path, out: Path, weights: bool) -> Path:
