@@ -10,6 +10,7 @@ import typer
 if TYPE_CHECKING:
     from shoal.config import Settings
     from shoal.launch.after import Outcome
+    from shoal.launch.ranks import Ranks
 
 
 def train(
@@ -23,12 +24,14 @@ def train(
     """
     from shoal.cli.show import fail, stdout_on_stderr
     from shoal.config import load
+    from shoal.launch.ranks import Ranks
 
     settings = load(job, overrides or [])
     run = _on_this_machine if settings.run.nodes_from_to is None else _on_several_machines
     try:
-        with stdout_on_stderr(active=as_json):
-            outcome = run(settings, as_json)
+        # what forks the ranks imports torch while this process does
+        with stdout_on_stderr(active=as_json), Ranks.start() as nursery:
+            outcome = run(settings, as_json, nursery)
     except ValueError as error:
         raise fail(str(error)) from error
     if as_json:
@@ -42,7 +45,7 @@ def train(
     raise typer.Exit(1 if outcome.state == "failed" else 0)
 
 
-def _on_this_machine(settings: Settings, as_json: bool) -> Outcome:
+def _on_this_machine(settings: Settings, as_json: bool, nursery: Ranks) -> Outcome:
     from shoal.cli.show import data_progress
     from shoal.launch.local import launch
     from shoal.launch.ready import device_of, make_ready
@@ -52,10 +55,10 @@ def _on_this_machine(settings: Settings, as_json: bool) -> Outcome:
             settings, progress=progress, searched=lambda line: typer.echo(f"shoal: {line}", err=True)
         )
     assert settings.plan is not None
-    return launch(settings, settings.plan.world_size, device=device_of(settings))
+    return launch(settings, settings.plan.world_size, device=device_of(settings), nursery=nursery)
 
 
-def _on_several_machines(settings: Settings, as_json: bool) -> Outcome:
+def _on_several_machines(settings: Settings, as_json: bool, nursery: Ranks) -> Outcome:
     from shoal.cli.show import data_progress
     from shoal.launch.nodes.launch import launch_on_nodes
     from shoal.launch.ready import device_of, make_ready, with_data
@@ -68,4 +71,5 @@ def _on_several_machines(settings: Settings, as_json: bool) -> Outcome:
         lambda said, ranks: make_ready(said, ranks=ranks),
         detect_cluster(),
         device=device_of(settings),
+        nursery=nursery,
     )

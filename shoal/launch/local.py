@@ -40,7 +40,13 @@ ENDED_S = (
 
 
 def launch(
-    settings: Settings, ranks: int, *, device: str = "auto", target: str = TRAIN, quiet: bool = False
+    settings: Settings,
+    ranks: int,
+    *,
+    device: str = "auto",
+    target: str = TRAIN,
+    quiet: bool = False,
+    nursery: Ranks | None = None,
 ) -> Outcome:
     """Run `target` on `ranks` ranks of this machine until all have ended.
 
@@ -49,6 +55,9 @@ def launch(
     stopped. Then the report, which begins with the rank that failed first, is on stderr and in
     `<run>/ranks/failure.txt`; with `quiet` it is not on stderr. And if the run can go on (see `Restarts`) all ranks are
     started again, and do.
+
+    Args:
+        nursery: begun before, so that it imports while the caller gets ready; it is ended here.
 
     Raises:
         ValueError: fewer than one rank, or the run directory cannot be written.
@@ -78,11 +87,17 @@ def launch(
         ways = saves.ways if saves is not None else ()
         order = Order(settings.to_toml(), target, ranks, device, os.getpid(), tuple(kept), saves=ways)
         (run.ranks / STRUCK).unlink(missing_ok=True)
-        return _generations(settings, run, order, requests, saves, quiet)
+        return _generations(settings, run, order, requests, saves, quiet, nursery)
 
 
 def _generations(
-    settings: Settings, run: Run, order: Order, requests: Requests, saves: Saver | None, quiet: bool
+    settings: Settings,
+    run: Run,
+    order: Order,
+    requests: Requests,
+    saves: Saver | None,
+    quiet: bool,
+    nursery: Ranks | None,
 ) -> Outcome:
     """Start the ranks, and start them again after failures from which a run can go on."""
     # what else ranks do, such as a benchmark, has nothing that it could go on from
@@ -90,7 +105,7 @@ def _generations(
     meets_by_file = settings.run.init_method.startswith("file:")  # which serves one meeting
     watched = health_watched(run, order.ranks, device=order.device, environment=os.environ)
     with watched as health, ExitStack() as stack:
-        nursery = stack.enter_context(Ranks.start(order))
+        nursery = stack.enter_context(nursery or Ranks.start(order))
         while True:
             _clear(run.ranks)
             nursery.order(order)

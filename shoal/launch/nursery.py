@@ -1,7 +1,8 @@
 """Between a launcher and its ranks: imports torch once, forks the ranks, and says how each ended.
 
-Run as `python -m shoal.launch.nursery <events fd>`, with an `Order` a line on its standard input: the next one is read when
-all ranks of the one before have ended, so that ranks are started again without the seconds that importing takes.
+Run as `python -m shoal.launch.nursery <events fd>`, with an `Order` a line on its standard input: the first is read when all is
+imported, the next one when all ranks of the one before have ended, so that ranks are started again without the seconds that
+importing takes.
 
 [Note: why not torch's elastic agent] On a failure it blocks for up to 30 s in a SIGTERM to ranks that wait
 in a collective and cannot hear it, gives the exit code of one rank only when ranks are functions, and
@@ -41,6 +42,7 @@ PRELOAD = (
     "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint",
     "shoal.world",
+    "shoal.train.loop",
 )
 
 
@@ -90,6 +92,10 @@ class Event(NamedTuple):
 
 
 def main(events: int) -> int:
+    for (
+        name
+    ) in PRELOAD:  # before there is an order: who gives it may still have to get ready, which takes as long
+        importlib.import_module(name)
     number = 0
     while line := sys.stdin.readline():
         order = as_order(json.loads(line))
@@ -152,8 +158,6 @@ def _read_nothing() -> None:
 
 def _preload(order: Order, settings: Settings) -> socket.socket:
     """Import what ranks need, and open the port of rank 0's store, which only this host can reach."""
-    for name in PRELOAD:
-        importlib.import_module(name)
     with contextlib.suppress(Exception):  # the ranks import it again, and report what is wrong
         importlib.import_module(order.target.partition(":")[0])
     from shoal.world.rendezvous import listen, listen_on

@@ -51,9 +51,11 @@ class Ranks:
     port: int = 0
     """of rank 0's store, where other machines have ranks too"""
     _unread: bytes = b""
+    _closed: bool = False
 
     @classmethod
-    def start(cls, order: Order) -> Self:
+    def start(cls, order: Order | None = None) -> Self:
+        """Begin the process, for ranks of this order; without one it imports what any order needs, and waits."""
         ours, theirs = os.pipe()
         process = subprocess.Popen(
             [sys.executable, "-m", "shoal.launch.nursery", str(theirs)],
@@ -65,7 +67,7 @@ class Ranks:
         )
         os.close(theirs)
         assert process.stdin is not None
-        return cls(process, ours, process.stdin, order.ranks)
+        return cls(process, ours, process.stdin, order.ranks if order is not None else 0)
 
     def order(self, order: Order) -> None:
         """Have the ranks of an order forked; all those of the one before have ended."""
@@ -88,6 +90,9 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._closed:
+            return
+        self._closed = True
         self.send(signal.SIGKILL)
         self.process.kill()
         self.process.wait()

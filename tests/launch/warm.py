@@ -33,7 +33,7 @@ class Warm:
         self._process.join()
 
 
-def start(order: Order) -> Ranks:
+def start(order: Order | None = None) -> Ranks:
     """As `Ranks.start`, but for the process: its environment and terminal are those that the first tests had."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -44,7 +44,7 @@ def start(order: Order) -> Ranks:
     theirs.close()
     read.close()
     orders = os.fdopen(os.dup(written.fileno()), "w")
-    return Ranks(cast(subprocess.Popen[str], Warm(process)), os.dup(ours.fileno()), orders, order.ranks)
+    return Ranks(cast(subprocess.Popen[str], Warm(process)), os.dup(ours.fileno()), orders, order.ranks if order else 0)
 
 
 def _nursery(events: Connection, orders: Connection, folder: str) -> None:

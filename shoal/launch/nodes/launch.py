@@ -18,6 +18,7 @@ from shoal.launch.nodes.channel import Channel, ChannelError, Door, connect
 from shoal.launch.nodes.fleet import Fleet
 from shoal.launch.nodes.lead import Lead, Ready, job_text
 from shoal.launch.nodes.member import Here, own_address
+from shoal.launch.ranks import Ranks
 from shoal.launch.watch import Requests, counted_requests
 from shoal.observe.health import health_watched
 from shoal.resilience.epochs import BEAT_S, Epoch, beats, claim, end_of, newest, token
@@ -30,7 +31,13 @@ HOLD_BACK = 4  # times the silence after which a machine is lost: others find ou
 
 
 def launch_on_nodes(
-    settings: Settings, ready: Ready, here: Cluster, *, device: str = "auto", quiet: bool = False
+    settings: Settings,
+    ready: Ready,
+    here: Cluster,
+    *,
+    device: str = "auto",
+    quiet: bool = False,
+    nursery: Ranks | None = None,
 ) -> Outcome:
     """Take part in a run until it has ended, or this machine is asked to leave it.
 
@@ -41,6 +48,7 @@ def launch_on_nodes(
 
     Args:
         ready: makes settings ready for a number of ranks, or raises ConfigError. here: this machine's devices.
+        nursery: begun before, so that it imports while the caller gets ready; it is ended here.
 
     Raises:
         ValueError: run.dir cannot be written, or is in use by a run of one machine; run.interface is not there, or nobody else
@@ -63,7 +71,9 @@ def launch_on_nodes(
         requests = stack.enter_context(counted_requests())
         health = stack.enter_context(health_watched(run, slots, device=device, environment=os.environ))
         own, guests = tuple(kept[: len(kept) // 2]), tuple(kept[len(kept) // 2 :])
-        place = Here(run, name, address, interface, slots, device, own, guests, requests, health)
+        place = Here(
+            run, name, address, interface, slots, device, own, guests, requests, health, ranks=nursery
+        )
         stack.enter_context(closing(place))
         search = _Search(
             run, settings, lambda said, ranks: ready(_over(said, ranks), ranks), place, token(run), quiet

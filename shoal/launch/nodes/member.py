@@ -62,6 +62,10 @@ class Here:
     _stack: ExitStack = field(default_factory=ExitStack)
     _served: Served | None = None
 
+    def __post_init__(self) -> None:
+        if self.ranks is not None:
+            self._stack.enter_context(self.ranks)
+
     def follow(self, channel: Channel, job: str, silence_s: float) -> Parted:
         """Do what a leader says until it has said how the run ended, or is gone; no rank is left then."""
         join = {"name": self.name, "address": self.address, "slots": self.slots}
