@@ -1,4 +1,4 @@
-"""Writes tables of docs/: of job.md and models.md from the models that check a job file, of checkpoints.md from a result file.
+"""Writes tables of docs/: from the models that check a job file (job.md, models.md), and from result files (other pages).
 
 python docs/generate.py            # rewrite what is between the marks
 python docs/generate.py --check    # exit 1 if anything would change
@@ -137,11 +137,48 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
+SYSTEMS = {
+    "torchrun": ("torchrun", "torchrun, 2 nodes"),
+    "torchrun, its store not shared": ("torchrun, unshared store", "torchrun, unshared store, 2 nodes"),
+    "torchft": ("torchft",),
+    "`shoal train`": ("shoal", "shoal, 2 machines"),
+}
+OF_RANKS = {"kill": "a rank is killed", "raise": "a rank raises", "stop": "a rank is stopped (SIGSTOP)"}
+OF_MACHINES = {
+    "agent": "a launcher is killed",
+    "leading agent": "the launcher that leads is killed",
+    "machine": "a launcher is killed with all that it started",
+}
+
+
+def faults_peers() -> str:
+    """What other systems make of the same faults: a cell has the first of the runs."""
+    rows = [f"| | {' | '.join(SYSTEMS)} |", "| --- " * (1 + len(SYSTEMS)) + "|"]
+    for file, faults in (("faults_peers", OF_RANKS), ("faults_peers_machines", OF_MACHINES)):
+        kept = json.loads((DOCS.parent / "benchmarks" / "results" / f"{file}.json").read_text())
+        for fault, said in faults.items():
+            found = {run["system"]: run for run in reversed(kept["runs"]) if run["fault"] == fault}
+            runs = [
+                next((found[name] for name in names if name in found), None) for names in SYSTEMS.values()
+            ]
+            rows.append(f"| {said} | {' | '.join('' if run is None else _recovery(run) for run in runs)} |")
+    return "\n".join(rows)
+
+
+def _recovery(run: dict[str, Any]) -> str:
+    told = {"both": "names who and why", "who": "names who", "cause": "names why", "another": "names another"}
+    after = "not within 60 s" if run["next_step_s"] is None else f"{run['next_step_s']:.1f} s"
+    again = f"{run['redone']} steps again" if run["next_step_s"] is not None and run["redone"] else ""
+    left = f"leaves {run['left']} process" if run["left"] else ""
+    return ", ".join(filter(None, [after, again, told.get(run["named"], "names nobody"), left]))
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "keys": keys,
     "presets": presets,
     "moe_presets": moe_presets,
     "checkpoint_speed": checkpoint_speed,
+    "faults_peers": faults_peers,
 }
 
 

@@ -47,6 +47,18 @@ def test_the_plan_is_the_searchs_and_is_asked_for_once(
     assert asked == [EIGHT]
 
 
+def test_a_search_in_a_process_of_its_own_is_kept_for_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "SIMULATIONS", 1)
+    two = Cluster.parse("2 h100")
+    found = searched_plan(settings(tmp_path), two)
+    assert found.plan is not None and found.plan.world_size == 2, found.why
+    assert str(next((tmp_path / "plans").glob("*.json"))) in found.why
+    monkeypatch.setattr(auto, "_ask", None)
+    assert searched_plan(settings(tmp_path), two).plan == found.plan
+
+
 def test_what_the_answer_depends_on_is_asked_anew(tmp_path: Path) -> None:
     jobs = [
         settings(tmp_path),

@@ -165,7 +165,8 @@ class _Search:
             self._lost = None
             if led is not None and not said and not was_ours:
                 self._lost = Gone(led.leader, self._here.where.get(led.leader, range(0)), why)
-            self._say(f"who led is gone ({why}); looking for who leads now")
+            who = led.leader if led is not None and not was_ours else "this machine"
+            self._say(f"{who} leads no more ({why}); looking for who does now")
 
     def _told(self, outcome: Outcome) -> Outcome:
         if outcome.report and not self._led:  # who led has said all of it

@@ -122,6 +122,8 @@ class Lead:
         if self._lost is not None and self._lost.ranks:
             text = f"{self._lost.name} is gone, with {ranks_text([*self._lost.ranks])}: it led, and {self._lost.why}"
             self._event("fault", rank=self._lost.ranks[0], message=text)
+            if not self._quiet:
+                print(text, file=sys.stderr, flush=True)
             if self._goes_on and not self._settings.run.restarts:
                 return given_up(self._run, Outcome("failed", 0, text), "run.restarts = 0", self._quiet)
         is_claimed = True
