@@ -178,7 +178,7 @@ def attempt(plan: str, faults: str, right: Numbers, nets: Networks | None) -> di
         named = all(
             str(event["rank"])
             in {word.removeprefix("rank=") for word in faults.split() if word.startswith("rank=")}
-            or "started the ranks" in event["message"]
+            or "the process that started" in event["message"]
             or (machines_of(plan) and " is gone, with rank" in event["message"])
             for event in events
             if event["event"] == "fault"

@@ -81,8 +81,8 @@ class Scene(NamedTuple):
     memory: Memory | None = None
     oom_kills: int = 0
     stalled_s: float = 0.0
-    lost: bool = False
-    """the process that forked the ranks ended first, and they with it"""
+    orphaned: Sequence[int] = ()
+    """ranks that ended with the process that had forked them, which was first"""
     gpus: Sequence[str] = ()
     """what speaks for leaving a GPU out"""
     calls: Mapping[int, Calls] = {}
@@ -147,12 +147,8 @@ def find_culprit(scene: Scene) -> Culprit:
         return _differing(mismatch)
     if (gone := scene.gone) and not _failed_before(scene):
         return Culprit(gone.ranks[0], f"{gone.name} is gone, with {ranks_text(gone.ranks)}: {gone.why}", [])
-    if scene.lost and not any(end.error for end in ends):
-        headline = (
-            f"the process that started the ranks is gone, and they ended with it; rank 0 was {ends[0].place}"
-        )
-        details = ["somebody killed it, or the kernel did for want of memory", *_memory(scene)]
-        return Culprit(ends[0].rank, headline, details)
+    if scene.orphaned and not any(end.error and not end.error.secondary for end in ends):
+        return _orphaned(scene)
     primary = [(end.error.time, end) for end in ends if end.error and not end.error.secondary]
     killed = [(end.time, end) for end in ends if not end.error and _died(end)]
     if primary or killed:
@@ -178,6 +174,16 @@ def find_culprit(scene: Scene) -> Culprit:
     end = min((end for end in ends if end.error), key=lambda end: end.error.time if end.error else 0.0)
     assert end.error is not None, "ranks end by an error, a signal, an exit code, or not at all"
     return _failed(end, end.error)
+
+
+def _orphaned(scene: Scene) -> Culprit:
+    which = "the ranks" if len(scene.orphaned) == len(scene.ends) else ranks_text([*scene.orphaned])
+    end = next(end for end in scene.ends if end.rank == scene.orphaned[0])
+    headline = (
+        f"the process that started {which} is gone, and they ended with it; rank {end.rank} was {end.place}"
+    )
+    details = ["somebody killed it, or the kernel did for want of memory", *_memory(scene)]
+    return Culprit(end.rank, headline, details)
 
 
 def _failed_before(scene: Scene) -> bool:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Protocol, Self
@@ -21,16 +22,19 @@ class Crew(Protocol):
     """Ranks of a run, here or on several machines, as `Watch` sees them."""
 
     ranks: int
-    lost: bool
     pids: dict[int, int]
     ended: dict[int, tuple[int | None, float]]
 
+    @property
+    def lost(self) -> bool: ...
     @property
     def running(self) -> bool: ...
     @property
     def alive(self) -> list[int]: ...
     @property
     def gone(self) -> Gone | None: ...
+    @property
+    def orphaned(self) -> Sequence[int]: ...
     def listen(self, seconds: float) -> None: ...
     def pause(self, seconds: float) -> None: ...
     def send(self, number: signal.Signals) -> None: ...
@@ -139,6 +143,11 @@ class Ranks:
     def gone(self) -> Gone | None:
         """A machine that ended, or is not heard any more: another than this."""
         return None
+
+    @property
+    def orphaned(self) -> Sequence[int]:
+        """Ranks that ended with the process that had forked them."""
+        return range(self.ranks) if self.lost else ()
 
     def codes(self) -> dict[int, tuple[int | None, float]]:
         return {rank: self.ended.get(rank, (None, time.time())) for rank in range(self.ranks)}

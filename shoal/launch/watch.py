@@ -163,8 +163,8 @@ class Watch:
         self._take_stacks()
         oom_kills = host.oom_kills() - self.oom_before if self.is_here else 0
         calls = self._read_calls()
-        lost, gone = self.nursery.lost, self.nursery.gone
-        scene = Scene(self.ends(), self.most_memory, oom_kills, stalled_s, lost, calls=calls, gone=gone)
+        orphaned, gone = self.nursery.orphaned, self.nursery.gone
+        scene = Scene(self.ends(), self.most_memory, oom_kills, stalled_s, orphaned, calls=calls, gone=gone)
         self.nursery.send(signal.SIGKILL)
         return scene
 

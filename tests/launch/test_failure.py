@@ -80,10 +80,19 @@ def test_a_rank_whose_process_is_gone_is_named_where_nobody_watches(tmp_path: Pa
 
 def test_all_ranks_that_end_with_their_parent_are_not_called_stuck() -> None:
     ends = [End(rank, None, 1.0, status(rank, 3), None) for rank in (0, 1)]
-    headline = find_culprit(Scene(ends, lost=True)).headline
+    headline = find_culprit(Scene(ends, orphaned=range(len(ends)))).headline
     assert (
         headline
         == "the process that started the ranks is gone, and they ended with it; rank 0 was in step 3, phase step"
+    )
+
+
+def test_ranks_that_end_with_their_parent_on_one_machine_are_named_and_not_who_lost_them() -> None:
+    ends = [End(rank, 1, 1.0, status(rank, 3), error(rank, 1.0, secondary=True)) for rank in (0, 1)]
+    ends += [End(rank, None, 1.0, status(rank, 3), None) for rank in (2, 3)]
+    culprit = find_culprit(Scene(ends, orphaned=range(2, 4)))
+    assert culprit.rank == 2 and culprit.headline == (
+        "the process that started ranks 2, 3 is gone, and they ended with it; rank 2 was in step 3, phase step"
     )
 
 

@@ -44,7 +44,9 @@ def start(order: Order | None = None) -> Ranks:
     theirs.close()
     read.close()
     orders = os.fdopen(os.dup(written.fileno()), "w")
-    return Ranks(cast(subprocess.Popen[str], Warm(process)), os.dup(ours.fileno()), orders, order.ranks if order else 0)
+    return Ranks(
+        cast(subprocess.Popen[str], Warm(process)), os.dup(ours.fileno()), orders, order.ranks if order else 0
+    )
 
 
 def _nursery(events: Connection, orders: Connection, folder: str) -> None:

@@ -63,7 +63,8 @@ class Fleet:
     """who would take part, and what it said after that"""
     _temporary: tempfile.TemporaryDirectory[str] | None = None
     ranks: int = 0
-    lost: bool = False
+    orphaned: Sequence[int] = ()
+    """ranks of a member that ended with the process that had forked them there"""
     gone: Gone | None = None
     pids: dict[int, int] = field(default_factory=dict)
     ended: dict[int, tuple[int | None, float]] = field(default_factory=dict)
@@ -93,6 +94,10 @@ class Fleet:
         self._doors.put(channel)
         if self._closed:
             self._close_strangers()
+
+    @property
+    def lost(self) -> bool:
+        return bool(self.orphaned)
 
     @property
     def running(self) -> bool:
@@ -202,7 +207,7 @@ class Fleet:
             channel.close()
 
     def _forget(self, size: int) -> None:
-        self.ranks, self.lost, self.gone = size, False, None
+        self.ranks, self.orphaned, self.gone = size, (), None
         self.pids.clear()
         self.ended.clear()
         for path in self.folder.iterdir():
@@ -262,7 +267,7 @@ class Fleet:
         if message.get("asks"):
             self.requests.count = max(1, self.requests.count)  # once, however many machines were asked
         if message.get("lost"):
-            self.lost = True
+            self.orphaned = self.orphaned or member.ranks
         if message.get("stopped") == self._epoch:
             member.stopped = True
 
