@@ -167,7 +167,9 @@ def faults_peers() -> str:
 
 def _recovery(run: dict[str, Any]) -> str:
     told = {"both": "names who and why", "who": "names who", "cause": "names why", "another": "names another"}
-    after = "not within 60 s" if run["next_step_s"] is None else f"{run['next_step_s']:.1f} s"
+    after = f"{run['next_step_s']:.1f} s" if run["next_step_s"] is not None else "no new step within 60 s"
+    if run["next_step_s"] is None and run["done"] > run["struck_after"]:
+        after = f"no further than step {run['done']}"
     again = f"{run['redone']} steps again" if run["next_step_s"] is not None and run["redone"] else ""
     left = f"leaves {run['left']} process" if run["left"] else ""
     return ", ".join(filter(None, [after, again, told.get(run["named"], "names nobody"), left]))

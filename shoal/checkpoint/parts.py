@@ -157,8 +157,8 @@ def write_index(folder: Path, names: Iterable[str], written: Iterable[tuple[str,
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def seal(aside: Path, origin: Origin, contents: Contents, index_sha256: str, keep: int) -> str:
-    """Make a written folder a checkpoint and prune older ones; returns what went wrong, if anything."""
+def seal(aside: Path, origin: Origin, contents: Contents, index_sha256: str, keep: int | None) -> str:
+    """Make a written folder a checkpoint and prune older ones (`keep` None: none); returns what went wrong, if anything."""
     job = json.dumps(contents.facts.get("job"), sort_keys=True)
     manifest = {
         "step": origin.step,
@@ -176,8 +176,9 @@ def seal(aside: Path, origin: Origin, contents: Contents, index_sha256: str, kee
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
         return f"checkpoint {aside.with_suffix('')} could not be committed: {error}"
-    with suppress(OSError):  # old ones that cannot be deleted are no failure of this one
-        prune(aside.parent, keep)
+    if keep is not None:
+        with suppress(OSError):  # old ones that cannot be deleted are no failure of this one
+            prune(aside.parent, keep)
     return ""
 
 

@@ -35,7 +35,7 @@ def whole_tensors(checkpoint: Checkpoint, names: Iterable[str] | None = None) ->
     index = index_of(checkpoint)
     with Files(checkpoint) as files:
         for name in index if names is None else names:
-            yield name, _whole(checkpoint, files, name, index[name])
+            yield name, read_whole(checkpoint, files, name, index[name])
 
 
 def index_of(checkpoint: Checkpoint) -> Index:
@@ -50,7 +50,12 @@ def index_of(checkpoint: Checkpoint) -> Index:
         raise DamagedCheckpointError(f"checkpoint {checkpoint.path} is damaged: {error}") from error
 
 
-def _whole(checkpoint: Checkpoint, files: Files, name: str, stored: Stored) -> Tensor:
+def read_whole(checkpoint: Checkpoint, files: Files, name: str, stored: Stored) -> Tensor:
+    """A tensor as it was before it was spread.
+
+    Raises:
+        DamagedCheckpointError: naming the file and the tensor.
+    """
     whole = torch.empty(stored.shape, dtype=stored.dtype)
     for piece in stored.pieces:
         origin = (0,) * len(piece.sizes)

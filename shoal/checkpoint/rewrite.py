@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import shutil
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from shoal.checkpoint.folder import Checkpoint, CheckpointError, name_of, start
+from shoal.checkpoint.folder import Checkpoint, CheckpointError, list_checkpoints, start
 from shoal.checkpoint.layout import HEADER_BYTES, Index, Origin, Stored
 from shoal.checkpoint.parts import Contents, Part, give_up, require_room, seal, write_index, write_parts
-from shoal.checkpoint.plain import index_of, whole_tensors
-from shoal.checkpoint.write import blocks_of
+from shoal.checkpoint.plain import index_of, read_whole
+from shoal.checkpoint.read import Files
+from shoal.checkpoint.write import bytes_of
 from shoal.run import Run
 
 OF_A_SAVE = (
@@ -43,48 +45,54 @@ class Rows(NamedTuple):
 def rewrite(checkpoint: Checkpoint, out: Path, files: int) -> Path:
     """Write a checkpoint of a run into the folder of another one, as if so many ranks had saved it; returns its folder.
 
-    Each byte is checked as it is read. At most one tensor is held in memory.
+    Each byte is checked as it is read. It takes the memory of the largest tensor, twice if that lies in one piece.
 
     Args:
-        out: a run directory, which has no checkpoint of this step.
+        out: a run directory, which has no checkpoint of this step; it may be new.
         files: how many files of tensors; about as large as each other, to a row of a tensor.
 
     Raises:
-        ValueError: such a checkpoint is there already, or `files` is not positive.
+        ValueError: such a checkpoint is there already, the run goes on just now, or `files` is not positive.
         DamagedCheckpointError: the checkpoint is not what was written.
         CheckpointError: it could not be written; nothing is left of it then.
     """
     if files < 1:
         raise ValueError(f"{files} files: expected at least 1")
-    folder = Run(out).checkpoints
-    final = folder / name_of(checkpoint.step)
-    if final.exists():
-        raise ValueError(f"{str(final)!r} is there already; choose another run directory")
-    index = index_of(checkpoint)
+    index, run = index_of(checkpoint), Run(out)
+    run.create()
+    with run.locked():
+        for there in list_checkpoints(run.checkpoints)[0]:
+            if there.step == checkpoint.step:
+                raise ValueError(f"{str(there.path)!r} is there already; choose another run directory")
+        try:
+            aside = start(run.checkpoints, checkpoint.step)
+        except OSError as error:
+            raise CheckpointError(f"no checkpoint can be written into {run.checkpoints}: {error}") from error
+        try:
+            _write(checkpoint, index, aside, files)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+    return aside.with_suffix("")
+
+
+def _write(checkpoint: Checkpoint, index: Index, aside: Path, files: int) -> None:
     needed_bytes = files * HEADER_BYTES + sum(map(_bytes, index.values()))
-    try:
-        aside = start(folder, checkpoint.step)
-    except OSError as error:
-        raise CheckpointError(f"no checkpoint can be written into {folder}: {error}") from error
-    save, tensors = secrets.token_hex(16), _Tensors(checkpoint)
-    written = []
+    save, written = secrets.token_hex(16), []
     try:
         require_room(aside, needed_bytes)
-        for number, share in enumerate(shares(index, files)):
-            parts = [_part(index[rows.name], rows, tensors) for rows in share]
-            written += write_parts(aside, Origin(save, checkpoint.step, number, files), parts)
+        with Files(checkpoint) as sources:
+            tensors = _Tensors(checkpoint, index, sources)
+            for number, share in enumerate(shares(index, files)):
+                parts = [_part(index[rows.name], rows, tensors) for rows in share]
+                written += write_parts(aside, Origin(save, checkpoint.step, number, files), parts)
         index_sha256 = write_index(aside, checkpoint.manifest["tensors"], written)
     except OSError as error:
         raise CheckpointError(give_up(aside, str(error), needed_bytes)) from error
-    except CheckpointError as error:
-        give_up(aside, str(error), needed_bytes)
-        raise
     facts = {key: value for key, value in checkpoint.manifest.items() if key not in OF_A_SAVE}
     contents = Contents(facts, checkpoint.manifest["tensors"])
-    keep = 10**9  # whatever else is in that folder
-    if problem := seal(aside, Origin(save, checkpoint.step, 0, files), contents, index_sha256, keep):
+    if problem := seal(aside, Origin(save, checkpoint.step, 0, files), contents, index_sha256, None):
         raise CheckpointError(problem)
-    return final
 
 
 def shares(index: Index, files: int) -> list[list[Rows]]:
@@ -129,14 +137,15 @@ def _part(stored: Stored, rows: Rows, tensors: _Tensors) -> Part:
 class _Tensors:
     """Reads tensors, of which it keeps the last: its rows may go into several files."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, checkpoint: Checkpoint, index: Index, files: Files) -> None:
+        self._checkpoint, self._index, self._files = checkpoint, index, files
         self._name = ""
         self._tensor: Tensor | None = None
 
     def blocks(self, rows: Rows) -> Iterator[memoryview]:
         if self._tensor is None or self._name != rows.name:
             self._tensor = None  # before the next one takes as much
-            ((self._name, self._tensor),) = whole_tensors(self._checkpoint, [rows.name])
+            self._name = rows.name
+            self._tensor = read_whole(self._checkpoint, self._files, rows.name, self._index[rows.name])
         whole = self._tensor
-        yield from blocks_of(whole[rows.rows.start : rows.rows.stop] if whole.dim() else whole)
+        yield from bytes_of(whole[rows.rows.start : rows.rows.stop] if whole.dim() else whole)

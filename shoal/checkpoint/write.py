@@ -126,10 +126,10 @@ def part_of(item: WriteItem, data: Any) -> Part:
     """A planned piece with its data; the bytes of a tensor on a device come when they are asked for."""
     assert item.tensor_data is not None and isinstance(data, Tensor)
     chunk = item.tensor_data.chunk
-    return Part(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), item_bytes(item), blocks_of(data))
+    return Part(item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes), item_bytes(item), bytes_of(data))
 
 
-def blocks_of(tensor: Tensor) -> Iterator[memoryview]:
+def bytes_of(tensor: Tensor) -> Iterator[memoryview]:
     """A tensor's elements in C order; a copy only of one that is on a device or not contiguous."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     raw = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,6 +173,8 @@ def reshard(
     from shoal.checkpoint.rewrite import rewrite
     from shoal.cli.show import fail
 
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # all files of the checkpoint are open at once
     try:
         checkpoint = one(path)
         before, written = checkpoint.manifest["ranks"], rewrite(checkpoint, out, files)

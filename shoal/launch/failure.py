@@ -147,7 +147,7 @@ def find_culprit(scene: Scene) -> Culprit:
         return _differing(mismatch)
     if (gone := scene.gone) and not _failed_before(scene):
         return Culprit(gone.ranks[0], f"{gone.name} is gone, with {ranks_text(gone.ranks)}: {gone.why}", [])
-    if scene.orphaned and not any(end.error and not end.error.secondary for end in ends):
+    if scene.orphaned and not any(not end.error.secondary if end.error else _died(end) for end in ends):
         return _orphaned(scene)
     primary = [(end.error.time, end) for end in ends if end.error and not end.error.secondary]
     killed = [(end.time, end) for end in ends if not end.error and _died(end)]

@@ -57,7 +57,7 @@ def launch(
     started again, and do.
 
     Args:
-        nursery: begun before, so that it imports while the caller gets ready; it is ended here.
+        nursery: begun before, so that it imports while the caller gets ready; who began it ends it, too.
 
     Raises:
         ValueError: fewer than one rank, or the run directory cannot be written.

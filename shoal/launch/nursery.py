@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -23,11 +24,12 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from shoal.config import Settings
-from shoal.launch.worker import die_with, run_rank
+from shoal.launch.worker import TRAIN, die_with, run_rank
 from shoal.resilience.epochs import EPOCH
 from shoal.resilience.faults import LAUNCHER
 from shoal.resilience.saver import SAVES, Ways
@@ -42,7 +44,6 @@ PRELOAD = (
     "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint",
     "shoal.world",
-    "shoal.train.loop",
 )
 
 
@@ -92,18 +93,22 @@ class Event(NamedTuple):
 
 
 def main(events: int) -> int:
-    for (
-        name
-    ) in PRELOAD:  # before there is an order: who gives it may still have to get ready, which takes as long
+    # whoever signals the whole group reaches the ranks themselves
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # before there is an order: who gives it may still have to get ready, which takes as long
+    for name in PRELOAD:
         importlib.import_module(name)
-    number = 0
+    with contextlib.suppress(Exception):  # the ranks import it again, and report what is wrong
+        importlib.import_module(TRAIN.partition(":")[0])
+    is_first = True
     while line := sys.stdin.readline():
         order = as_order(json.loads(line))
-        if not number:
+        if is_first:
             _begin(order)
+            is_first = False
         if (code := _generation(order, events)) is not None:
             return code  # of a rank
-        number += 1
     return 0
 
 
@@ -115,10 +120,6 @@ def as_order(fields: Sequence[Any]) -> Order:
 
 def _begin(order: Order) -> None:
     die_with(order.launcher)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # whoever signals the whole group reaches the ranks themselves
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _generation(order: Order, events: int) -> int | None:
@@ -235,13 +236,18 @@ def leave(code: int) -> NoReturn:
 
     With torch's modules that takes 2 s in a forked process, whose memory is copied page by page for it: others would wait so
     long for the end of a rank that failed. What threads and `atexit` have to do first is done, by CPython's own functions for
-    it; they are not public (multiprocessing ends its forked processes in the same way, Lib/multiprocessing/process.py).
+    it; they are not public (multiprocessing ends its forked processes in the same way, Lib/multiprocessing/process.py). What C
+    code has buffered is written, too; what a program wrote into a file of Python's that it never closed is not.
     """
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
+    for last in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+        try:
+            last()
+        except Exception:  # as the interpreter's own end, which only tells of it
+            traceback.print_exc()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    ctypes.CDLL(None).fflush(None)
     os._exit(code)
 
 

@@ -115,11 +115,10 @@ class Watch:
 
     def _end_the_rest(self) -> None:
         """Kill ranks that have done all their work and only do not end, by which nothing is lost."""
-        rest = self.nursery.alive
-        self._alert(
-            rest[0], f"{ranks_text(rest)} finished and did not end within {self.deadline_s:g} s: killed"
-        )
-        self.nursery.send(signal.SIGKILL)
+        if rest := self.nursery.alive:  # else the last has just ended
+            text = f"{ranks_text(rest)} finished and did not end within {self.deadline_s:g} s: killed"
+            self._alert(rest[0], text)
+            self.nursery.send(signal.SIGKILL)
 
     def ends(self) -> list[End]:
         return read_ends(self.folder, self.nursery.codes())

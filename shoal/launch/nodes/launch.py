@@ -48,7 +48,7 @@ def launch_on_nodes(
 
     Args:
         ready: makes settings ready for a number of ranks, or raises ConfigError. here: this machine's devices.
-        nursery: begun before, so that it imports while the caller gets ready; it is ended here.
+        nursery: begun before, so that it imports while the caller gets ready; who began it ends it, too.
 
     Raises:
         ValueError: run.dir cannot be written, or is in use by a run of one machine; run.interface is not there, or nobody else
