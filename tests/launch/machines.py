@@ -106,6 +106,7 @@ def _machine(settings: str, ended: Connection, output: str, namespace: str | Non
         with Path("/var/run/netns", namespace).open() as file:
             ctypes.CDLL(None).setns(file.fileno(), 0x40000000)  # CLONE_NEWNET; os.setns came with Python 3.12
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -335,21 +335,25 @@ def test_job_plan_and_cluster_are_there_as_toml(tmp_path: Path) -> None:
     assert "2 h100 ranks" in page.headline
 
 
-def test_ten_thousand_steps_of_eight_ranks_take_less_than_half_a_second_and_few_points(
+def test_ten_times_the_steps_of_eight_ranks_take_about_ten_times_as_long_and_few_points(
     tmp_path: Path,
 ) -> None:
-    run = new_run(tmp_path)
-    add_steps(run, 1, 10_000)
-    line = '{"step": 1, "seconds": 0.5, "memory": 1073741824}\n'
-    for rank in range(8):
-        (run.ranks / f"{rank}.jsonl").write_text(line * 10_000)
+    def seconds(steps: int) -> float:
+        run = new_run(tmp_path / str(steps))
+        add_steps(run, 1, steps)
+        line = '{"step": 1, "seconds": 0.5, "memory": 1073741824}\n'
+        for rank in range(8):
+            (run.ranks / f"{rank}.jsonl").write_text(line * steps)
+        took = []
+        for _ in range(4):  # the best of a few: other processes may have the cores
+            begin = time.process_time()
+            write_report(run)
+            took.append(time.process_time() - begin)
+        return min(took)
 
-    def seconds() -> float:
-        begin = time.perf_counter()
-        write_report(run)
-        return time.perf_counter() - begin
-
-    assert min(seconds() for _ in range(4)) < 0.5  # the best of a few: other processes may have the cores
+    few = seconds(1_000)
+    assert seconds(10_000) < 40 * few  # by the square it were 100 times
+    run = Run(tmp_path / "10000")
     assert (run.path / "report.html").stat().st_size < 300_000
     for path in report_of(run).all("polyline"):
         assert len(str(path["points"]).split()) <= 602
