@@ -88,6 +88,11 @@ def naming(output: str, kind: str, who: str) -> Naming:
     return Naming("nothing")
 
 
+def without_paths(line: str) -> str:
+    """A line that is kept, without the folders of the machine on which it was printed."""
+    return re.sub(r"/(?:[^\s/]+/)+(?=(?:bin/python|torch/|shoal/|benchmarks/))", "", line)
+
+
 def rank_pattern(rank: int) -> str:
     """What a line that names this rank has in it: "rank 1", "[rank1]", "local_rank: 1", "ranks 1"."""
     return RANK.replace(r"(\d+)", rf"{rank}\b")

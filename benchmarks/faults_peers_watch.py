@@ -35,6 +35,7 @@ from benchmarks.faults_peers_judge import (
     naming,
     rank_pattern,
     redone,
+    without_paths,
 )
 from tests.launch.machines import children_of
 
@@ -215,7 +216,7 @@ def _found(
         next_step_s=longest_wait_s(rows, struck, steps) if job.struck is not None else None,
         redone=redone_by_shoal(folder) if job.system.family == "shoal" else redone(rows),
         named=told.verdict,
-        line=told.line,
+        line=without_paths(told.line),
         left=left,
         ended_s=None if ended_at is None else round(ended_at - struck, 3),
         gone_s=None if gone_at is None else round(gone_at - struck, 3),

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.faults_peers_judge import Row, done_at, longest_wait_s, naming, rank_pattern, redone, table
+from benchmarks.faults_peers_judge import (
+    Row,
+    done_at,
+    longest_wait_s,
+    naming,
+    rank_pattern,
+    redone,
+    table,
+    without_paths,
+)
 
 TORCHRUN = "E1129 api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 7) of binary: python"
 VICTIM = "[rank0]: RuntimeError: Connection closed by peer [127.0.0.1]:18650"
@@ -70,3 +79,10 @@ def test_a_table_has_a_row_for_each_fault_and_system_over_its_repetitions() -> N
         "| kill | a | 2.0 s and never (1 of 2) | 0 to 2 | another, both | 0 | 1 of 2 |",
         "| term | a | all ended in 1.0 s | 0 | not asked | 0 | not asked |",
     ]
+
+
+def test_a_kept_line_has_no_folders_of_the_machine() -> None:
+    line = "failed (exitcode: -9) of binary: /home/me/.venv/bin/python, at /home/me/it/shoal/train/step.py:9 in work"
+    assert (
+        without_paths(line) == "failed (exitcode: -9) of binary: bin/python, at shoal/train/step.py:9 in work"
+    )
