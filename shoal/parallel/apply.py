@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.job import Precision
 from shoal.models.units import Unit, find_units
 from shoal.parallel.float8 import apply_float8
+from shoal.parallel.gather8 import gather_in_float8
 from shoal.parallel.initialise import InitParameter, build, initialiser_of, is_meta, materialise
 from shoal.parallel.offload import offload_activations
 from shoal.parallel.precision import types_of
@@ -76,6 +77,13 @@ def parallelize(
         masters = masters_device(plan, world.device)
         materialise(built, _required(init_parameter, built), world.device, masters, seed)
     _move_rest(built, plan, world.device)
+    if (
+        precision == "float8"
+        and not plan.only_copies
+        and plan.tensor == 1
+        and "parameters" not in plan.offload
+    ):
+        gather_in_float8(built, spread.roots or (built,))
     remember(built, spread)
     if not plan.only_copies:
         return built

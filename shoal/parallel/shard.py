@@ -100,6 +100,16 @@ def shard_experts(modules: Iterable[nn.Module], plan: Plan, mesh: DeviceMesh, ty
         )
 
 
+def sharded_parameters(module: FSDPModule) -> list[Any]:
+    """What `fully_shard` keeps of each parameter that it gathers with `module` (torch's FSDPParam).
+
+    Read for what there is no public name: its gathered memory, its padded part, its hooks.
+    """
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [parameter for group in groups if group for parameter in group.fsdp_params]
+
+
 def masters_device(plan: Plan, device: torch.device) -> torch.device:
     """Where masters and gradients are between uses."""
     return torch.device("cpu") if "parameters" in plan.offload else device

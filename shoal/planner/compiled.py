@@ -52,15 +52,23 @@ def simulate_compile(undo: ExitStack, tape: Tape) -> None:
 def _backend(graph: torch.fx.GraphModule, inputs: Sequence[Any], *, tape: Tape) -> Callable[..., Any]:
     """From Dynamo's graph to a function that runs what AOTAutograd makes of it."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
     return aot_autograd(
         fw_compiler=partial(_program, tape=tape, donated=False),
         bw_compiler=partial(_program, tape=tape, donated=True),
-        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+        partition_fn=_partition,
         decompositions=select_decomp_table(),
     )(graph, inputs)
+
+
+def _partition(joint: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    """Into forward and backward as Inductor cuts it: first without operations that do nothing, such as a padding of 0."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.fx_passes.post_grad import remove_noop_ops
+
+    remove_noop_ops(joint.graph)
+    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
 
 
 def _program(

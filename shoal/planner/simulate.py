@@ -28,6 +28,7 @@ from shoal.job import Optimizer, Precision
 from shoal.models.units import find_units
 from shoal.parallel.apply import parallelize
 from shoal.parallel.replicate import core
+from shoal.parallel.shard import sharded_parameters
 from shoal.parallel.spread import spread_of
 from shoal.plan import Plan
 from shoal.planner.buckets import SimulatedCopies
@@ -229,10 +230,8 @@ def _tell_model(model: nn.Module, tape: Tape) -> None:
 
 
 def _tell_gathered(module: FSDPModule, tape: Tape) -> None:
-    """What `fully_shard` gathers parameters into; it has no public name."""
-    state: Any = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    for parameter in (parameter for group in groups if group for parameter in group.fsdp_params):
+    """What `fully_shard` gathers parameters into."""
+    for parameter in sharded_parameters(module):
         for gathered in getattr(parameter, "all_gather_outputs", None) or ():
             tape.tell(gathered, "gathered", getattr(parameter, "_param_fqn", None) or "")
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext, active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -270,8 +271,8 @@ class Tape(TorchDispatchMode):
         """Let an operator run, and record what it does."""
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        if DTensor in types:
-            return NotImplemented
+        if any(hasattr(kind, "__tensor_flatten__") and kind is not AsyncCollectiveTensor for kind in types):
+            return NotImplemented  # it only holds tensors (DTensor, weights in float8): what it does to those is seen
         if func is torch.ops._c10d_functional.wait_tensor.default:
             key = _plain(args[0]).untyped_storage()._cdata
             self._held.pop(key, None)

@@ -86,7 +86,8 @@ PLANS: list[dict[str, Any]] = [
     {"replicate": 2},
     {"tensor": 2},
     {"context": 2},
-    {"pipeline": 2},
+    {"pipeline": 2, "shard": 2},
+    {"shard": 3, "zero": 3, "replicate": 1},
     {"shard": 2, "recompute": "selective", "offload": ["activations"]},
 ]
 

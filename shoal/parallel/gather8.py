@@ -1,0 +1,168 @@
+"""Weights that are multiplied in float8 are gathered in float8: half the bytes of bf16, cast once and where they lie cut.
+
+The scale of a weight is of its largest element over all ranks: one reduction for all weights, at the first gather of a forward
+(what writes weights is not always counted in their versions). Masters, gradients and what is saved are as without.
+
+[Note: hooks on a tensor] `fully_shard` asks the local tensor of a parameter how it wants to be gathered, for which torchao
+makes parameters a subclass of Tensor. Everything that reads masters (optimizers, checkpoints, hashes) would meet that subclass;
+here the two hooks are attributes of the plain tensor.
+
+Sources: torch's extension of FSDP2's all-gather (`fsdp_pre_all_gather`, pytorch/pytorch#122908), torchao.float8.fsdp_utils.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from shoal.parallel.shard import sharded_parameters
+
+SMALLEST = 1e-12  # of a largest element: the scale of a weight that is 0 everywhere stays finite; torchao's
+
+
+def gather_in_float8(model: nn.Module, roots: Iterable[nn.Module]) -> None:
+    """Have the weights of `model`'s float8 linears gathered in float8, in place; one scale a tensor. They must have memory.
+
+    Weights that are not cut along dim 0 are gathered in bf16, as without.
+
+    Args:
+        roots: what is called: the model, or its parts where it is cut into stages.
+    """
+    from torchao.float8.float8_linear import Float8Linear
+
+    _make_zeros()
+    scales = _Scales()
+    for module in model.modules():
+        for sharded in sharded_parameters(module) if isinstance(module, FSDPModule) else ():
+            owner = sharded._module_info
+            is_weight = isinstance(owner.module, Float8Linear) and owner.param_name == "weight"
+            if is_weight and sharded.fsdp_placement.dim == 0:
+                scales.weights.append(_Weight(sharded, owner.module, scales))
+    for root in roots:
+        # before `fully_shard`'s own, which may gather
+        root.register_forward_pre_hook(scales.forget, prepend=True)
+
+
+def _make_zeros() -> None:
+    """Teach torchao's weights `zeros_like`, which torch 2.13 calls for the gradient of one that was not used."""
+    from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
+
+    FLOAT8_OPS_TABLE.setdefault(torch.ops.aten.zeros_like.default, _zeros_like)
+
+
+def _zeros_like(_operator: Any, args: tuple[Any, ...], _kwargs: Any = None) -> Tensor:
+    whole = args[0]
+    return torch.zeros(whole.shape, dtype=whole.dtype, device=whole.device)
+
+
+@torch.library.custom_op("shoal::narrowed", mutates_args=())
+def narrowed(matrix: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
+    """`matrix` times `scale` (one element) in a type of 8 bits: too large becomes the largest, never infinite.
+
+    Example:
+        >>> narrowed(torch.tensor([1.0, 900.0]), torch.tensor(1.0), torch.float8_e4m3fn).tolist()
+        [1.0, 448.0]
+    """
+    if matrix.is_cuda and kind == torch.float8_e4m3fn:
+        from shoal.parallel.gather8_kernel import launch
+
+        found = torch.empty(matrix.shape, dtype=kind, device=matrix.device)
+        launch(matrix, scale, found)
+        return found
+    most = torch.finfo(kind).max
+    return (matrix * scale).clamp(-most, most).to(kind)
+
+
+@narrowed.register_fake
+def _(matrix: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
+    return torch.empty(matrix.shape, dtype=kind, device=matrix.device)
+
+
+class _Scales:
+    """Of all weights of a model that are gathered in float8."""
+
+    def __init__(self) -> None:
+        self.weights: list[_Weight] = []
+        self._known: list[Tensor] = []
+
+    def forget(self, *_of_hook: Any) -> None:
+        self._known = []
+
+    @torch.no_grad()
+    def take(self, mesh: DeviceMesh) -> list[Tensor]:
+        """The scale of each weight, of what it was at the beginning of a forward. Collective over the ranks that cut it."""
+        if self._known:
+            return self._known
+        for weight in self.weights:
+            weight.require_hooks()
+        cut = [weight.cut for weight in self.weights]
+        largest = torch.stack(torch._foreach_norm(cut, float("inf")))
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group())
+        # divided in fp64, as torchao does it
+        most = torch.finfo(self.weights[0].kind).max
+        self._known = list((most / largest.double().clamp(min=SMALLEST)).float().unbind())
+        return self._known
+
+
+class _Weight:
+    """The hooks of one weight. What torch keeps of it has no public name."""
+
+    def __init__(self, sharded: Any, linear: Any, scales: _Scales) -> None:
+        from torch.distributed.fsdp._fully_shard._fsdp_param import ExtensionsData
+
+        self.sharded, self.scales, self.number = sharded, scales, len(scales.weights)
+        self.kind: torch.dtype = linear.config.cast_config_weight.target_dtype
+        self.products = linear.linear_mm_config
+        sharded._extensions_data = ExtensionsData()
+        self.master.fsdp_pre_all_gather = self.before
+        self.master.fsdp_post_all_gather = self.after
+
+    @property
+    def master(self) -> Any:
+        """This rank's part, where optimizers write."""
+        return self.sharded._sharded_local_tensor
+
+    @property
+    def cut(self) -> Tensor:
+        """This rank's part with the rows that make all parts equally long: zeros, after the last rank's."""
+        return self.sharded._sharded_param_data.view(self.sharded.padded_sharded_param_size)
+
+    def require_hooks(self) -> None:
+        """A tensor that took the master's place has none, and would be gathered in bf16 into what float8 left."""
+        if not hasattr(self.master, "fsdp_pre_all_gather"):
+            raise RuntimeError(
+                f"the memory of {self.sharded._param_fqn} was replaced after parallelize, which float8 does not take; "
+                "write new values into it (copy_)"
+            )
+
+    @torch.no_grad()
+    def before(self, mesh: DeviceMesh) -> tuple[tuple[Tensor], tuple[Tensor]]:
+        """What is gathered, as bytes: Gloo has no float8."""
+        scale = self.scales.take(mesh)[self.number]
+        return (narrowed(self.cut, scale, self.kind).view(torch.uint8),), (scale,)
+
+    def after(
+        self,
+        gathered: tuple[Tensor, ...],
+        scales: tuple[Tensor, ...],
+        outwardly: torch.dtype,
+        *,
+        out: Any = None,
+    ) -> tuple[Tensor, tuple[Tensor]] | None:
+        """The whole weight as torchao's linears take it; `out` is that of the last time, whose memory was filled again."""
+        from torchao.float8 import float8_training_tensor as torchao
+
+        ((data,), (scale,)) = gathered, scales
+        if out is not None:
+            out._scale = scale
+            return None
+        numbers = data.view(self.kind)
+        make: Any = torchao.Float8TrainingTensor
+        role = torchao.GemmInputRole.WEIGHT
+        return make(numbers, scale, outwardly, self.products, gemm_input_role=role), (data,)
