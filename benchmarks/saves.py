@@ -2,11 +2,15 @@
 
     python benchmarks/saves.py --out FILE [--device cpu|cuda] [--ranks 1] [--preset 433m] [--batch 64] [--micro-batch 8]
                                [--seq-len 2048] [--every 10] [--saves 2] [--eager] [--threads N] [--folder DIR]
+                               [--parts asynchronous,synchronous,in_memory]
 
 Three runs of `shoal train`: one with an asynchronous save every so many steps, of which a rank is killed in the middle; one whose
 saves are not asynchronous and which gets a SIGTERM, after which its last checkpoint is loaded by one process; one that keeps its
 state in memory after every step, of which a rank is killed. Shares are of a step, and a step is the median before the first save.
 The first asynchronous save plans and makes its memory; it is told by itself. FILE is written after each run.
+
+`--saves 1` is for a state of which the disk holds one: the first run then ends without a save of its own, and the second gets its
+SIGTERM before the first save is due.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from shoal.run import Run, read_json_lines, write_whole
 
 WARM = 3  # steps that are not counted: memory and kernels come to rest
 VOCAB = 128_256
+PARTS = ("asynchronous", "synchronous", "in_memory")
 BIG = ("433m", "1b", "3b", "8b")
 
 
@@ -47,8 +52,9 @@ def main() -> int:
     found |= {"tokens_a_step": options.batch * options.seq_len, "every": options.every}
     problems = 0
     with tempfile.TemporaryDirectory(dir=options.folder, ignore_cleanup_errors=True) as folder:
-        for part in (asynchronous, synchronous, in_memory):
-            name = part.__name__
+        known = {part.__name__: part for part in (asynchronous, synchronous, in_memory)}
+        for name in options.parts:
+            part = known[name]
             try:
                 found[name] = part(Path(folder) / name, options)
             except Exception as error:  # the other part's figures are of use by themselves
@@ -61,7 +67,9 @@ def main() -> int:
 def asynchronous(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Some saves and the last; a rank is killed half way between them."""
     every, last = options.every, options.saves * options.every
-    _train(folder, options, steps=last + every, faults=f"kill rank=0 step={last + every // 2}")
+    kept = {"every": every, "last": options.saves > 1}
+    end = last + (every if options.saves > 1 else every - 1)
+    _train(folder, options, steps=end, faults=f"kill rank=0 step={last + every // 2}", checkpoint=kept)
     rows, events = _rows(folder), list(read_json_lines(folder / "events.jsonl"))
     saves = [event for event in events if event["event"] == "save" and event["step"] <= last]
     step_s = _step_s(rows, every)
@@ -82,7 +90,7 @@ def synchronous(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     every, asked = options.every, []
 
     def ask() -> None:
-        while len(_rows(folder)) < every + 2:
+        while len(_rows(folder)) < (every + 2 if options.saves > 1 else every - 3):
             time.sleep(0.02)
         asked.append(time.time())
         os.kill(os.getpid(), signal.SIGTERM)
@@ -92,7 +100,7 @@ def synchronous(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     events = list(read_json_lines(folder / "events.jsonl"))
     saves = [event for event in events if event["event"] == "save"]
     size = _size(folder)
-    found = _saves(saves[:1], _step_s(_rows(folder), every), size)
+    found = _saves(saves[:1], _step_s(_rows(folder), min(every, saves[0]["step"])), size)
     found["sigterm_to_durable_s"] = round(saves[-1]["time"] - asked[0], 3)
     seconds = load_seconds(settings, options.device)
     found["load"] = {"seconds": round(seconds, 3), "gb_per_s": round(size / seconds / 1e9, 2)}
@@ -160,7 +168,7 @@ def _train(folder: Path, options: argparse.Namespace, *, steps: int, **said: Any
             "compile": options.device == "cuda" and not options.eager,
         },
         "checkpoint": kept,
-        "run": {"dir": str(folder), "faults": faults, "log_every": 10, "threads": options.threads},
+        "run": {"dir": str(folder), "faults": faults, "log_every": 1, "threads": options.threads},
     }
     settings = make_ready(parse(table, where="saves"))
     outcome = launch(settings, options.ranks, device=options.device)
@@ -218,7 +226,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--every", type=int, default=10, help="steps between saves")
-    parser.add_argument("--saves", type=int, default=2, help="at least 2")
+    parser.add_argument("--saves", type=int, default=2)
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
     parser.add_argument("--eager", action="store_true", help="without the compiler")
     parser.add_argument("--threads", type=int, help="CPU threads a rank; left out: cores / ranks")
     parser.add_argument("--folder", type=Path, help="where to write; left out: the system's temporary folder")

@@ -33,9 +33,9 @@ class CheckpointPolicy(Section):
         ge=0,
         description="steps between copies of the state in this machine's memory, for restarts; 0: none",
     )
-    asynchronous: bool | None = Field(
-        None,
-        description="ranks only copy what they save every so many steps, and do not wait until it is written; left out: on CPUs",
+    asynchronous: bool = Field(
+        True,
+        description="ranks only copy what they save every so many steps, and do not wait until it is written",
     )
 
     @field_validator("keep", mode="before")
@@ -88,10 +88,10 @@ class RunPolicy(Section):
         10.0, ge=2, description="a machine that is not heard for so long is lost, seconds"
     )
     nodes_wait_s: float = Field(600.0, gt=0, description="longest wait for machines to come, seconds")
-    collectives: Literal["auto", "note", "compare", "off"] = Field(
-        "auto",
+    collectives: Literal["note", "compare", "off"] = Field(
+        "note",
         description='"note": what each rank calls is kept for reports; "compare": ranks also tell each other before each call, '
-        'for debugging; "off": neither; "auto": "note" on CPUs, "off" on GPUs',
+        'for debugging; "off": neither',
     )
     compare_every: int = Field(
         0, ge=0, description="steps between comparisons of replicas; 0: only when state is kept"

@@ -107,9 +107,6 @@ def run_rank(
 def _collectives(settings: Settings, world: World, path: Path) -> contextlib.AbstractContextManager[None]:
     """What notes a rank's collectives; nothing, for a rank that is alone or if nobody wants it."""
     how = settings.run.collectives
-    if how == "auto":
-        # noting takes tens of microseconds of the host, of which a GPU's step may have none to spare
-        how = "note" if world.device.type == "cpu" else "off"
     if how == "off" or world.size == 1:
         return contextlib.nullcontext()
     from shoal.observe.calls import CallFile

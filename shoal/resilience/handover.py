@@ -11,8 +11,10 @@ device first. A thread waits for the last copy and rings; the host never does. O
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -29,7 +31,6 @@ from shoal.checkpoint.store import plan_save
 from shoal.checkpoint.write import item_bytes
 from shoal.observe.host import memory
 from shoal.parallel.host import Lane, lock_in_place
-from shoal.resilience.epochs import EPOCH
 from shoal.resilience.saver import BOARD, SAVES, Bell, Handed, Saver, Ways, wanted, ways_of
 from shoal.resilience.snapshot import opened
 from shoal.run import CheckpointPolicy, Run
@@ -54,6 +55,8 @@ class HandOver:
         self._generation = 0
         self._places: _Places | None = None
         self._handed = 0
+        self._token = ""
+        """of which the ids of saves are made"""
 
     @property
     def overlaps(self) -> bool:
@@ -125,11 +128,16 @@ class HandOver:
 
     def _prepare(self, state: dict[str, Tensor]) -> None:
         planned, resolve = plan_save(state, self._world)
+        self._token = self._world.broadcast_text(secrets.token_hex(16) if self._world.is_main else None)
         contents = ({}, planned.tensors)
         places, lack = None, ""
         try:
-            if self._world.is_main:
-                lack = self._lack_of_memory(planned.needed_bytes)
+            if self._world.local_rank == 0:
+                on_one = (
+                    self._world.size == self._world.local_size
+                )  # else each machine has its own part, about so much
+                own = self._world.local_size * sum(map(item_bytes, planned.items))
+                lack = self._lack_of_memory(planned.needed_bytes if on_one else own)
             _require_same(self._ways)
             if not lack:
                 handed = Handed(
@@ -152,7 +160,9 @@ class HandOver:
 
     def _ring(self, done: int, began: float, stall_s: float, keep: int) -> None:
         assert self._places is not None
-        bell = Bell(self._generation, self._world.rank, done, *self._places.handed_at, began, stall_s, keep)
+        save = hashlib.sha256(f"{self._token} {done} {self._handed}".encode()).hexdigest()[:32]
+        handed_at = self._places.handed_at
+        bell = Bell(self._generation, self._world.rank, done, *handed_at, began, stall_s, keep, save)
         os.write(self._bell, (json.dumps(bell) + "\n").encode())  # in one piece, as pipes take so few bytes
 
     def _read(self) -> tuple[int, int, int]:
@@ -308,12 +318,7 @@ def hand_over(policy: CheckpointPolicy, run: Run, world: World) -> Generator[Han
     """To whom this rank hands saves over while the block runs; None: ranks write themselves. Collective.
 
     That is the launcher of `shoal train`. Where another one started the ranks, all on this host, it is a thread of rank 0.
-    On GPUs the job has to ask for it: what it costs there has been measured on one, not on several.
     """
-    # on several machines who writes must ask, just before it counts, whether the run is still this rank's
-    if EPOCH in os.environ or (policy.asynchronous is None and world.device.type != "cpu"):
-        yield None
-        return
     ways = ways_of(os.environ.get(SAVES))
     with ExitStack() as stack:
         if ways is None and wanted(policy) and world.size == world.local_size:

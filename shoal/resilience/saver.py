@@ -11,6 +11,8 @@ launcher as well, and would have to be asked, watched and believed. Where the la
 [Note: what is no longer wanted] `settle` gives a save up that makes no progress. Its thread may be inside a call that never
 returns, and the places are filled anew by other ranks. So a save is of a generation of ranks: before it commits it asks, under
 the lock, whether its generation is still there, and what it says later is not put on the board.
+
+On several machines each has a saver, and they write one folder: see `shares`.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.checkpoint.folder import name_of, start
-from shoal.checkpoint.layout import BLOCK_BYTES, HEADER_BYTES, Origin, Piece
+from shoal.checkpoint.layout import BLOCK_BYTES, HEADER_BYTES, Origin
 from shoal.checkpoint.parts import (
     Contents,
     Part,
@@ -40,6 +44,16 @@ from shoal.checkpoint.parts import (
     write_parts,
 )
 from shoal.observe.host import cores
+from shoal.resilience.shares import (
+    Share,
+    Written,
+    collect,
+    leave_part,
+    open_for_others,
+    refuse_open,
+    require_epoch,
+    wait_until_open,
+)
 from shoal.run import CheckpointPolicy, Run
 
 SAVES = "SHOAL_SAVES"
@@ -79,6 +93,8 @@ class Bell(NamedTuple):
     """how long the rank was held up"""
     keep: int
     """checkpoints that stay; rank 0's counts"""
+    save: str
+    """its id, the same from all ranks"""
 
 
 class Handed(NamedTuple):
@@ -105,6 +121,7 @@ def saver(
     At the end, saves in flight are waited for.
 
     Args:
+        ranks: as many as this machine can have.
         deadline_s: a save of which nothing is written for so long is given up.
         hurry: asked while it is waited for: true gives it up, too.
         say: told what went wrong.
@@ -121,7 +138,7 @@ def saver(
 
 def wanted(policy: CheckpointPolicy) -> bool:
     """Whether saves are to be handed over, and this system has memory for it."""
-    return policy.asynchronous is not False and policy.every > 0 and sys.platform == "linux"
+    return policy.asynchronous and policy.every > 0 and sys.platform == "linux"
 
 
 class Saver:
@@ -135,7 +152,8 @@ class Saver:
         hurry: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
-        self._run, self._ranks, self._say = run, ranks, say
+        self._run, self._say = run, say
+        self._share = Share(0, ranks, ranks, (0,), None)
         self._deadline_s, self._hurry = deadline_s, hurry
         self._name = f"shoal-save-{secrets.token_hex(8)}"
         self._memories = [os.memfd_create(f"{self._name}-{rank}") for rank in range(ranks)]
@@ -148,35 +166,45 @@ class Saver:
         self._thread = threading.Thread(target=self._listen, name="saver", daemon=True)
         self._thread.start()
 
+    def share(self, share: Share) -> tuple[Ways, ...]:
+        """Of which ranks saves are from now on; the ways of those that are here. All of before have ended, and are settled."""
+        with self._changed:
+            self._share = share
+        return self.ways[: share.ranks]
+
     @property
     def ways(self) -> tuple[Ways, ...]:
-        """For each rank."""
+        """For each rank that there can be."""
         here = f"/proc/{os.getpid()}/fd"
         return tuple(
             Ways(f"{here}/{memory}", f"{here}/{self._rings}", f"{here}/{self._board}", self._name)
             for memory in self._memories
         )
 
-    def settle(self) -> None:
-        """When all ranks have ended: wait until what all of them handed over is written, and forget what only some did.
+    def settle(self, patience_s: float = float("inf")) -> None:
+        """When all ranks here have ended: wait until what all of them handed over is written, and forget what only some did.
 
-        A save that makes no progress, or that nobody wants to wait for, is given up: it then never becomes a checkpoint.
+        A save that makes no progress, or that nobody wants to wait for any longer, is given up: it never becomes a checkpoint.
         """
+        began = time.monotonic()
         with self._changed:
             self._asked += 1
-            asked, blocks, since = self._asked, self._blocks, time.monotonic()
+            asked, blocks, since = self._asked, self._blocks, began
         os.write(self._rings, b'"settle"\n')
         with self._changed:
             while self._answered < asked:
                 self._changed.wait(POLL_S)
                 if self._blocks != blocks:
                     blocks, since = self._blocks, time.monotonic()
-                is_late = time.monotonic() - since > self._deadline_s
+                now = time.monotonic()
+                is_late = now - since > self._deadline_s or now - began > patience_s
                 if is_late or (self._writing and self._hurry()):
                     break
             lost = self._writing
             self._generation, self._done = self._generation + 1, 0
             self._show()
+        if self._share.epoch is not None and not self._share.heads:
+            refuse_open(self._run, self._share, "its ranks have ended")
         if lost:
             with suppress(OSError):  # a terminal that is gone
                 self._say(f"NOT saved: {GIVEN_UP}")
@@ -206,19 +234,21 @@ class Saver:
                 bell = Bell(*said)
                 if bell.generation == self._generation:  # else of a rank that took its time to die
                     rung[bell.rank] = bell
-                if len(rung) == self._ranks:
-                    self._save([rung.pop(rank) for rank in range(self._ranks)])
+                if len(rung) == self._share.ranks:
+                    self._save([rung.pop(rank) for rank in self._share.numbers], self._share)
 
-    def _save(self, bells: list[Bell]) -> None:
+    def _save(self, bells: list[Bell], share: Share) -> None:
         generation, step, began = bells[0].generation, bells[0].step, bells[0].began
         with self._changed:
             self._writing = generation == self._generation
         try:
-            problem = self._write(bells, generation)
+            problem = (self._write if share.heads else self._write_part)(bells, share)
         except Exception as error:  # ranks wait for an answer, and whatever went wrong is one
             problem = f"{type(error).__name__}: {error}"
         with suppress(OSError):
-            if problem:
+            if not share.heads:
+                pass  # the machine of rank 0 tells of all
+            elif problem:
                 self._say(f"NOT saved: {problem}")
                 self._run.event("save failed", step=step, reason=problem)
             else:
@@ -231,48 +261,75 @@ class Saver:
                 self._done += 1
                 self._show()
 
-    def _write(self, bells: list[Bell], generation: int) -> str:
+    def _write(self, bells: list[Bell], share: Share) -> str:
         """Returns what went wrong, if anything."""
-        step, save = bells[0].step, secrets.token_hex(16)
-        origins = [Origin(save, step, rank, self._ranks) for rank in range(self._ranks)]
-        handed = [self._handed(bell) for bell in bells]
-        assert handed[0].contents is not None
-        contents, needed_bytes = Contents(*handed[0].contents), handed[0].needed_bytes
+        head, step = bells[0], bells[0].step
+        handed = self._handed(head, share)
+        assert handed.contents is not None
+        contents, needed_bytes = Contents(*handed.contents), handed.needed_bytes
         try:
             aside = start(self._run.checkpoints, step)
         except OSError as error:
             return f"no checkpoint can be written into {self._run.checkpoints}: {error}"
 
-        def write(origin: Origin) -> list[tuple[str, Piece]]:
-            parts = self._parts(origin.rank, handed[origin.rank].parts, generation)
-            return write_parts(aside, origin, parts, max(1, threads // self._ranks))
-
-        threads = max(1, min(MOST_THREADS, int(cores() / 4)))
         try:
             require_room(aside, needed_bytes)
-            written = side_by_side(write, origins, threads)
-            index_sha256 = write_index(aside, contents.tensors, chain.from_iterable(written))
-            self._go_ahead(generation)
+            if share.others:
+                open_for_others(aside, head.save)
+            written = self._write_files(aside, bells, share)
+            if share.others:
+                still, moved = partial(self._require, head), partial(self._count, head.generation)
+                written += collect(aside, share, head.save, still, moved, self._deadline_s)
+            index_sha256 = write_index(aside, contents.tensors, written)
+            require_epoch(self._run, share)
+            self._go_ahead(head.generation)
         except OSError as error:
             return give_up(aside, str(error), needed_bytes)
-        return seal(aside, origins[0], contents, index_sha256, bells[0].keep)
+        return seal(aside, Origin(head.save, step, 0, share.size), contents, index_sha256, head.keep)
 
-    def _handed(self, bell: Bell) -> Handed:
-        return Handed(*json.loads(os.pread(self._memories[bell.rank], bell.length, bell.at)))
+    def _write_part(self, bells: list[Bell], share: Share) -> str:
+        """The same where rank 0 is on another machine, which seals the folder."""
+        first = bells[0]
+        aside = self._run.checkpoints / f"{name_of(first.step)}.tmp"
+        try:
+            wait_until_open(aside, first.save, partial(self._require, first), self._deadline_s)
+            written = self._write_files(aside, bells, share)
+            self._go_ahead(first.generation)
+            leave_part(aside, share, first.save, written)
+        except OSError as error:
+            with suppress(OSError):  # the folder may be gone, since another machine could not
+                leave_part(aside, share, first.save, [], str(error))
+            return str(error)
+        return ""
 
-    def _parts(
-        self, rank: int, table: list[tuple[str, list[int], list[int], int]], generation: int
-    ) -> Iterator[Part]:
+    def _write_files(self, aside: Path, bells: list[Bell], share: Share) -> Written:
+        threads = max(1, min(MOST_THREADS, int(cores() / 4)))
+
+        def write(bell: Bell) -> Written:
+            parts = self._parts(bell, share)
+            origin = Origin(bell.save, bell.step, bell.rank, share.size)
+            return write_parts(aside, origin, parts, max(1, threads // share.ranks))
+
+        return list(chain.from_iterable(side_by_side(write, bells, threads)))
+
+    def _memory_of(self, bell: Bell, share: Share) -> int:
+        return self._memories[bell.rank - share.first]
+
+    def _handed(self, bell: Bell, share: Share) -> Handed:
+        return Handed(*json.loads(os.pread(self._memory_of(bell, share), bell.length, bell.at)))
+
+    def _parts(self, bell: Bell, share: Share) -> Iterator[Part]:
         """A rank's parts, read from its memory block by block into a few megabytes, which stay in the core's cache."""
+        memory, table = self._memory_of(bell, share), self._handed(bell, share).parts
 
         def blocks(at: int, size: int) -> Iterator[memoryview]:
             buffer = memoryview(bytearray(min(BLOCK_BYTES, size)))
             for first in range(at, at + size, BLOCK_BYTES):
                 block = buffer[: min(BLOCK_BYTES, at + size - first)]
-                if os.preadv(self._memories[rank], [block], first) != len(block):
-                    raise OSError(f"rank {rank} handed over less than it said")
+                if os.preadv(memory, [block], first) != len(block):
+                    raise OSError(f"rank {bell.rank} handed over less than it said")
                 yield block
-                self._count(generation)
+                self._count(bell.generation)
 
         at = HEADER_BYTES
         for name, offsets, sizes, size in table:
@@ -285,6 +342,10 @@ class Saver:
             _require(generation == self._generation)
             self._blocks += 1
             self._show()
+
+    def _require(self, bell: Bell) -> None:
+        with self._changed:
+            _require(bell.generation == self._generation)
 
     def _go_ahead(self, generation: int) -> None:
         """From here on memory is not read any more, and the save can no longer be given up."""

@@ -69,6 +69,9 @@ def test_machines_find_each_other_and_train_together(undisturbed: Path) -> None:
     assert steps_of(undisturbed) == [*range(1, STEPS + 1)]
     epochs = events_of(undisturbed, "epoch")
     assert len(epochs) == 1 and epochs[0]["plan"] == "replicate 2"
+    *handed_over, last = events_of(undisturbed, "save")
+    assert handed_over and all(save["stall_s"] < save["seconds"] for save in handed_over)
+    assert last["step"] == STEPS and last["stall_s"] == last["seconds"]  # who ends waits
 
 
 def same(folder: Path, other: Path) -> bool:

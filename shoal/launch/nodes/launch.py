@@ -22,6 +22,7 @@ from shoal.launch.ranks import Ranks
 from shoal.launch.watch import Requests, counted_requests
 from shoal.observe.health import health_watched
 from shoal.resilience.epochs import BEAT_S, Epoch, beats, claim, end_of, newest, token
+from shoal.resilience.saver import saver
 from shoal.resilience.snapshot import held
 from shoal.run import Run
 
@@ -70,9 +71,19 @@ def launch_on_nodes(
         kept = stack.enter_context(held(2 * slots if settings.checkpoint.memory_every else 0))
         requests = stack.enter_context(counted_requests())
         health = stack.enter_context(health_watched(run, slots, device=device, environment=os.environ))
+        saves = stack.enter_context(
+            saver(
+                run,
+                settings.checkpoint,
+                slots,
+                deadline_s=settings.run.deadline_s,
+                hurry=lambda: requests.count > 1,
+                say=lambda text: None if quiet else print(text, file=sys.stderr, flush=True),
+            )
+        )
         own, guests = tuple(kept[: len(kept) // 2]), tuple(kept[len(kept) // 2 :])
         place = Here(
-            run, name, address, interface, slots, device, own, guests, requests, health, ranks=nursery
+            run, name, address, interface, slots, device, own, guests, requests, health, saves, ranks=nursery
         )
         stack.enter_context(closing(place))
         search = _Search(

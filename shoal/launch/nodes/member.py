@@ -21,12 +21,15 @@ from shoal.launch.nursery import Event, Order, as_order
 from shoal.launch.ranks import Ranks
 from shoal.launch.watch import Requests
 from shoal.observe.health import HealthWatch
+from shoal.resilience.saver import Saver
+from shoal.resilience.shares import Share
 from shoal.run import Run
 
 TELL_S = 0.25  # between looks at the files of ranks
 CALLS_S = 1.0
 POLL_S = 0.05
 ENDED_S = 10.0
+SETTLE_S = 1.0  # for a save that was handed over before its ranks ended: all machines wait for it
 
 
 class Parted(NamedTuple):
@@ -54,6 +57,7 @@ class Here:
     """the same, for ranks of another machine"""
     requests: Requests
     health: HealthWatch | None = None
+    saves: Saver | None = None
     epoch: int = 0
     """the first in which it took part"""
     ranks: Ranks | None = None
@@ -118,8 +122,15 @@ class Here:
     def _begin(self, order: Order) -> None:
         assert order.place is not None
         place = order.place._replace(interface=self.interface)
+        share = Share(place.first, order.ranks, place.size, place.firsts, place.epoch)
+        saves = self.saves.share(share) if self.saves is not None else ()
         order = order._replace(
-            place=place, launcher=os.getpid(), kept=self.kept, device=self.device, guests=self.guests
+            place=place,
+            launcher=os.getpid(),
+            kept=self.kept,
+            device=self.device,
+            guests=self.guests,
+            saves=saves,
         )
         for rank in range(place.first, place.first + order.ranks):
             RankFiles.of(self.run.ranks, rank).clear()
@@ -152,6 +163,8 @@ class Here:
         if ranks is not None and not ranks.wait_until_all_ended(ENDED_S):
             self._stack.close()
             self.ranks = None
+        if self.saves is not None and self._served is not None:
+            self.saves.settle(SETTLE_S)
         self._served = None
 
 
