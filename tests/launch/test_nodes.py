@@ -27,7 +27,7 @@ JOB: dict[str, Any] = {
     "data": {"source": "synthetic", "vocab": 260, "seq_len": 16},
     "train": {"steps": STEPS, "global_batch": 12},
     "plan": {"compile": False},
-    "checkpoint": {"memory_every": 1},
+    "checkpoint": {"memory_every": 1, "every": 7},
 }
 
 
