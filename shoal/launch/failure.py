@@ -16,7 +16,8 @@ from shoal.launch.errors import RankError, RankFiles, read_error, told_by
 from shoal.observe.calls import Calls, read_all_calls
 from shoal.observe.host import Memory
 from shoal.observe.status import Status, read_status
-from shoal.observe.verdict import Mismatch, find_absence, find_mismatch, ranks_text
+from shoal.observe.verdict import Mismatch, find_absence, find_mismatch
+from shoal.world.meeting import ranks_text
 
 COMPILING = re.compile(r"torch/(_dynamo/convert_frame|_inductor/(compile_fx|graph|scheduler))\.py")
 MISMATCHED = ".MismatchError"  # of ranks that compare their calls: each raises the same

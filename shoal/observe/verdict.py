@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.observe.calls import Call, Calls, Group, read_all_calls
+from shoal.world.meeting import ranks_text
 
 
 class Place(NamedTuple):
@@ -125,14 +126,6 @@ def name_of(group: Group) -> str:
     """`the shard group (ranks 0, 1)`."""
     kind = f"the {group.kind} group (" if group.kind else "the group of "
     return f"{kind}{ranks_text(group.ranks)}{')' if group.kind else ''}"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 1, 2, 5`; long lists are cut."""
-    shown_ranks = ", ".join(map(str, ranks[:16])) + (
-        f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
-    )
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown_ranks}"
 
 
 def groups_of(calls: Mapping[int, Calls]) -> list[Group]:

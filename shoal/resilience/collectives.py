@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.observe.calls import Call, CallFile, Group
-from shoal.observe.verdict import Place, mismatch_text, name_of, ranks_text, sure_mismatch
+from shoal.observe.verdict import Place, mismatch_text, name_of, sure_mismatch
 from shoal.run import Run
 from shoal.world import DeadlineError, World
+from shoal.world.meeting import ranks_text
 
 TORCH = str(Path(torch.__file__).parent)
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")

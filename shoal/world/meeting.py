@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,7 +143,7 @@ class Meeting:
         )
 
 
-def ranks_text(ranks: list[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     """`rank 3`, `ranks 1, 2, 5`; long lists are cut.
 
     Example:
