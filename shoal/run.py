@@ -93,6 +93,12 @@ class RunPolicy(Section):
         description='"note": what each rank calls is kept for reports; "compare": ranks also tell each other before each call, '
         'for debugging; "off": neither',
     )
+
+    @field_validator("collectives", mode="before")
+    @classmethod
+    def _of_earlier_runs(cls, value: Any) -> Any:
+        return "note" if value == "auto" else value  # once the default, which job.toml of a run has
+
     compare_every: int = Field(
         0, ge=0, description="steps between comparisons of replicas; 0: only when state is kept"
     )

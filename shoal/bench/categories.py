@@ -39,12 +39,12 @@ RULES = (
     # what fully_shard and DistributedDataParallel move between parameters, gradients and their buffers
     Rule(
         SHARDING,
-        name=r"chunk_cat|split_with_sizes_copy|^fsdp::|reducer::",
+        name=r"chunk_cat|split_with_sizes_copy|^fsdp::|reducer::|^_narrow$|^shoal::narrowed",
         under=r"^FSDP::|^fsdp::|reducer::|copy_bucket",
     ),
     Rule(
         OPTIMIZER,
-        name=r"fused_?(adam|sgd)|multi_tensor.*(adam|sgd)",
+        name=r"fused_?(adam|sgd)|multi_tensor.*(adam|sgd)|^_adamw$",
         under=r"^Optimizer\.step|_fused_(adam|sgd)",
     ),
     Rule(
@@ -61,7 +61,7 @@ RULES = (
     Rule(MATMUL, name=r"^triton_(mm|tem|bmm|flash_attn_mm)"),
     Rule(ATTENTION, name=r"flex_attention"),
     # a fused kernel is named after all that is in it, also after what it only prepares
-    Rule(ELEMENTWISE, name=r"^triton_|^graph_\d+_"),
+    Rule(ELEMENTWISE, name=r"^triton_|^graph_\d+_|^_transpose$"),
     Rule(
         ATTENTION,
         name=r"flash|fmha|sdpa|attention",

@@ -83,7 +83,7 @@ def parallelize(
         and plan.tensor == 1
         and "parameters" not in plan.offload
     ):
-        gather_in_float8(built, spread.roots or (built,))
+        gather_in_float8(built, spread.pipeline)
     remember(built, spread)
     if not plan.only_copies:
         return built

@@ -1,7 +1,8 @@
 """Weights that are multiplied in float8 are gathered in float8: half the bytes of bf16, cast once and where they lie cut.
 
-The scale of a weight is of its largest element over all ranks: one reduction for all weights, at the first gather of a forward
-(what writes weights is not always counted in their versions). Masters, gradients and what is saved are as without.
+The scale of a weight is of its largest element over all ranks: one reduction for all weights, at the first gather of a forward,
+or of a pipeline's step (what writes weights is not always counted in their versions). Masters, gradients and what is saved are as
+without.
 
 [Note: hooks on a tensor] `fully_shard` asks the local tensor of a parameter how it wants to be gathered, for which torchao
 makes parameters a subclass of Tensor. Everything that reads masters (optimizers, checkpoints, hashes) would meet that subclass;
@@ -12,7 +13,6 @@ Sources: torch's extension of FSDP2's all-gather (`fsdp_pre_all_gather`, pytorch
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,18 +21,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from shoal.parallel.pipeline import Pipeline
 from shoal.parallel.shard import sharded_parameters
 
 SMALLEST = 1e-12  # of a largest element: the scale of a weight that is 0 everywhere stays finite; torchao's
 
 
-def gather_in_float8(model: nn.Module, roots: Iterable[nn.Module]) -> None:
+def gather_in_float8(model: nn.Module, pipeline: Pipeline | None = None) -> None:
     """Have the weights of `model`'s float8 linears gathered in float8, in place; one scale a tensor. They must have memory.
 
-    Weights that are not cut along dim 0 are gathered in bf16, as without.
+    Weights that are not cut along dim 0, or that another module has too, are gathered in bf16, as without.
 
     Args:
-        roots: what is called: the model, or its parts where it is cut into stages.
+        pipeline: whose stages are called in place of the model.
     """
     from torchao.float8.float8_linear import Float8Linear
 
@@ -41,12 +42,16 @@ def gather_in_float8(model: nn.Module, roots: Iterable[nn.Module]) -> None:
     for module in model.modules():
         for sharded in sharded_parameters(module) if isinstance(module, FSDPModule) else ():
             owner = sharded._module_info
-            is_weight = isinstance(owner.module, Float8Linear) and owner.param_name == "weight"
+            owners = [owner.module, *owner.shared_modules]
+            is_weight = (
+                all(isinstance(each, Float8Linear) for each in owners) and owner.param_name == "weight"
+            )
             if is_weight and sharded.fsdp_placement.dim == 0:
                 scales.weights.append(_Weight(sharded, owner.module, scales))
-    for root in roots:
-        # before `fully_shard`'s own, which may gather
-        root.register_forward_pre_hook(scales.forget, prepend=True)
+    if pipeline is not None:  # some schedules gather before any stage's forward
+        pipeline.before_step.append(scales.forget)
+    else:  # before `fully_shard`'s own hook, which may gather
+        model.register_forward_pre_hook(scales.forget, prepend=True)
 
 
 def _make_zeros() -> None:

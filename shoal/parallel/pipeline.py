@@ -131,6 +131,8 @@ class Pipeline:
     ties: list[Tie]
     active: Stage | None = None
     incoming: Tensor | None = None
+    before_step: list[Callable[[], None]] = field(default_factory=list)
+    """called before any stage gathers or computes"""
     _schedules: dict[tuple[int, bool], Any] = field(default_factory=dict)
 
     @property
@@ -147,6 +149,8 @@ class Pipeline:
         Args:
             run: calls the model on micro-batch i, and on the last stage (told by True) turns its output into a loss.
         """
+        for begin in self.before_step:
+            begin()
         for stage in self.stages:
             stage.run = self._runner(stage, run)
         schedule = self._schedule(micro_batches, train)

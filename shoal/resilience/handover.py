@@ -171,11 +171,8 @@ class HandOver:
     def _lack_of_memory(self, needed_bytes: int) -> str:
         """What to say if this host has no room for a copy of what its ranks save; empty if it has."""
         now = memory()
-        if (
-            Path(self._ways.memory).stat().st_blocks or now is None
-        ):  # filled by ranks before, or not to be told
-            return ""
-        if now.used_bytes + needed_bytes <= now.total_bytes * (1 - SPARE):
+        there = self._world.local_size * Path(self._ways.memory).stat().st_blocks * 512  # of ranks before
+        if now is None or now.used_bytes + needed_bytes - there <= now.total_bytes * (1 - SPARE):
             return ""
         return (
             f"a copy of what they save needs {needed_bytes:,} bytes of host memory, and "

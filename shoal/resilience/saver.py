@@ -48,11 +48,14 @@ from shoal.resilience.shares import (
     Share,
     Written,
     collect,
+    is_open,
     leave_part,
     open_for_others,
     refuse_open,
     require_epoch,
     wait_until_open,
+    wait_until_sealed,
+    who_took_over,
 )
 from shoal.run import CheckpointPolicy, Run
 
@@ -162,6 +165,7 @@ class Saver:
         self._changed = threading.Condition()  # guards what follows
         self._generation = self._done = self._blocks = self._asked = self._answered = 0
         self._writing = False
+        self._leaving = threading.Lock()  # one at a time leaves what this machine has written
         self._show()
         self._thread = threading.Thread(target=self._listen, name="saver", daemon=True)
         self._thread.start()
@@ -170,6 +174,8 @@ class Saver:
         """Of which ranks saves are from now on; the ways of those that are here. All of before have ended, and are settled."""
         with self._changed:
             self._share = share
+        for memory in self._memories[share.ranks :]:
+            os.ftruncate(memory, 0)  # of ranks that there were
         return self.ways[: share.ranks]
 
     @property
@@ -204,7 +210,8 @@ class Saver:
             self._generation, self._done = self._generation + 1, 0
             self._show()
         if self._share.epoch is not None and not self._share.heads:
-            refuse_open(self._run, self._share, "its ranks have ended")
+            with self._leaving:
+                refuse_open(self._run, self._share, "its ranks have ended")
         if lost:
             with suppress(OSError):  # a terminal that is gone
                 self._say(f"NOT saved: {GIVEN_UP}")
@@ -268,23 +275,26 @@ class Saver:
         assert handed.contents is not None
         contents, needed_bytes = Contents(*handed.contents), handed.needed_bytes
         try:
+            require_epoch(self._run, share)
             aside = start(self._run.checkpoints, step)
         except OSError as error:
             return f"no checkpoint can be written into {self._run.checkpoints}: {error}"
 
         try:
+            if share.epoch is not None:
+                open_for_others(aside, share, head.save)
             require_room(aside, needed_bytes)
-            if share.others:
-                open_for_others(aside, head.save)
             written = self._write_files(aside, bells, share)
-            if share.others:
+            if share.epoch is not None:
                 still, moved = partial(self._require, head), partial(self._count, head.generation)
                 written += collect(aside, share, head.save, still, moved, self._deadline_s)
             index_sha256 = write_index(aside, contents.tensors, written)
             require_epoch(self._run, share)
             self._go_ahead(head.generation)
-        except OSError as error:
-            return give_up(aside, str(error), needed_bytes)
+        except Exception as error:
+            if who_took_over(self._run, share) and not is_open(aside, share, head.save):
+                return _told(error)  # the folder is of who leads now
+            return give_up(aside, _told(error), needed_bytes)
         return seal(aside, Origin(head.save, step, 0, share.size), contents, index_sha256, head.keep)
 
     def _write_part(self, bells: list[Bell], share: Share) -> str:
@@ -292,14 +302,23 @@ class Saver:
         first = bells[0]
         aside = self._run.checkpoints / f"{name_of(first.step)}.tmp"
         try:
-            wait_until_open(aside, first.save, partial(self._require, first), self._deadline_s)
+            wait_until_open(aside, share, first.save, partial(self._require, first), self._deadline_s)
             written = self._write_files(aside, bells, share)
             self._go_ahead(first.generation)
-            leave_part(aside, share, first.save, written)
-        except OSError as error:
-            with suppress(OSError):  # the folder may be gone, since another machine could not
-                leave_part(aside, share, first.save, [], str(error))
-            return str(error)
+            with self._leaving:
+                leave_part(aside, share, first.save, written)
+        except Exception as error:  # who collects is to know, and a full disk to have room to say so
+            with suppress(OSError), self._leaving:
+                if is_open(aside, share, first.save):
+                    for rank in share.numbers:
+                        (aside / Origin(first.save, first.step, rank, share.size).file).unlink(
+                            missing_ok=True
+                        )
+                    leave_part(aside, share, first.save, [], _told(error))
+            return _told(error)
+        still, moved = partial(self._require, first), partial(self._count, first.generation)
+        with suppress(OSError):  # the ranks have ended meanwhile
+            wait_until_sealed(aside, share, first.save, still, moved, self._deadline_s)
         return ""
 
     def _write_files(self, aside: Path, bells: list[Bell], share: Share) -> Written:
@@ -360,6 +379,10 @@ class Saver:
 def _require(wanted: bool) -> None:
     if not wanted:
         raise OSError(GIVEN_UP)
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def ways_of(text: str | None) -> Ways | None:

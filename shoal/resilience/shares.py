@@ -5,7 +5,7 @@ leave a list of what lies where. When all lists are there it writes the index an
 stands in its list. No machine talks to another: a save ends well when all ranks have ended meanwhile, and who leads is not asked,
 but for whether the run is still this epoch's.
 
-    step-00000100.tmp/open              the save's id, while others may write into the folder
+    step-00000100.tmp/open              the epoch and the save's id, while others may write into the folder
     step-00000100.tmp/part-00002.json   what the machine whose first rank is 2 has written
 
 Both are gone before the folder is sealed.
@@ -57,12 +57,19 @@ class Share(NamedTuple):
         return [first for first in self.firsts if first != self.first]
 
 
-def open_for_others(aside: Path, save: str) -> None:
-    """Let other machines write into a fresh folder."""
-    write_whole(aside / OPEN, save)
+def open_for_others(aside: Path, share: Share, save: str) -> None:
+    """Let other machines write into a fresh folder, and whoever meets it see whose it is."""
+    write_whole(aside / OPEN, f"{share.epoch} {save}")
 
 
-def wait_until_open(aside: Path, save: str, still: Callable[[], None], patience_s: float) -> None:
+def is_open(aside: Path, share: Share, save: str) -> bool:
+    """Whether the folder is of this save, and not sealed yet."""
+    return _read(aside / OPEN) == f"{share.epoch} {save}"
+
+
+def wait_until_open(
+    aside: Path, share: Share, save: str, still: Callable[[], None], patience_s: float
+) -> None:
     """Until the folder is there, and of this save.
 
     Args:
@@ -72,10 +79,34 @@ def wait_until_open(aside: Path, save: str, still: Callable[[], None], patience_
         OSError: it was not there in time.
     """
     until = time.monotonic() + patience_s
-    while _read(aside / OPEN) != save:
+    while not is_open(aside, share, save):
         still()
         if time.monotonic() > until:
             raise OSError(f"the machine of rank 0 did not open {aside} within {patience_s:g} s")
+        time.sleep(POLL_S)
+
+
+def wait_until_sealed(
+    aside: Path,
+    share: Share,
+    save: str,
+    still: Callable[[], None],
+    moved: Callable[[], None],
+    patience_s: float,
+) -> None:
+    """Until the machine of rank 0 is done with the folder, or nothing has moved for so long.
+
+    Ranks that went on to the next save would wait for those of rank 0's machine, inside a collective, with its deadline.
+
+    Args:
+        still, moved: as in `collect`.
+    """
+    seen, since = -1, time.monotonic()
+    while is_open(aside, share, save) and time.monotonic() - since < patience_s:
+        still()
+        if (size := _written(aside)) != seen:
+            seen, since = size, time.monotonic()
+            moved()
         time.sleep(POLL_S)
 
 
@@ -112,8 +143,7 @@ def collect(
                     raise OSError(f"the machine of {_ranks_from(first, share)}: {told['problem']}")
                 found += [(name, _piece(*piece)) for name, piece in told["written"]]
                 left.remove(first)
-        size = sum(path.stat().st_size for path in aside.glob("*.bin"))
-        if size != seen:
+        if (size := _written(aside)) != seen:
             seen, since = size, time.monotonic()
             moved()
         elif time.monotonic() - since > patience_s:
@@ -129,25 +159,39 @@ def collect(
 
 
 def refuse_open(run: Run, share: Share, why: str) -> None:
-    """Tell of saves that others wait for this machine with that it writes nothing: its ranks have ended."""
-    for aside in run.checkpoints.glob("step-*.tmp"):
-        if (save := _read(aside / OPEN)) and not (aside / _part_of(share.first)).exists():
-            with suppress(OSError):
+    """Tell saves of this epoch that wait for this machine that it writes nothing: its ranks have ended."""
+    with suppress(OSError):
+        for aside in run.checkpoints.glob("step-*.tmp"):
+            # in this order: who collects closes the folder before it removes the parts
+            answered = (aside / _part_of(share.first)).exists()
+            epoch, _, save = _read(aside / OPEN).partition(" ")
+            if save and epoch == str(share.epoch) and not answered:
                 leave_part(aside, share, save, [], why)
+
+
+def who_took_over(run: Run, share: Share) -> str:
+    """What to say if another set of ranks trains since, maybe on machines that this one does not see; empty if none does."""
+    found = newest(run) if share.epoch is not None else None
+    if found is None or share.epoch is None or found.number <= share.epoch:
+        return ""
+    return f"{found.leader} leads the run since epoch {found.number}, and this save is of epoch {share.epoch}"
 
 
 def require_epoch(run: Run, share: Share) -> None:
     """
     Raises:
-        OSError: another set of ranks trains since, which may be on machines that this one does not see.
+        OSError: another set of ranks trains since.
     """
-    if share.epoch is None:
-        return
-    found = newest(run)
-    if found is not None and found.number > share.epoch:
-        raise OSError(
-            f"{found.leader} leads the run since epoch {found.number}, and this save is of epoch {share.epoch}"
-        )
+    if problem := who_took_over(run, share):
+        raise OSError(problem)
+
+
+def _written(aside: Path) -> int:
+    """Bytes of all ranks' files so far."""
+    try:
+        return sum(path.stat().st_size for path in aside.glob("*.bin"))
+    except OSError:
+        return 0
 
 
 def _part_of(first: int) -> str:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.job import Optimizer
+from shoal.train.adamw import Tables, takes
+from shoal.train.adamw import update as update_adamw
 
 
 def make(
@@ -35,10 +37,19 @@ def kinds(settings: Optimizer) -> tuple[str, ...]:
     return ("momentum_buffer",) if settings.momentum else ()
 
 
-def update(optimizer: torch.optim.Optimizer, lr: float, divide_by: Tensor, skip: Tensor) -> None:
+def update(
+    optimizer: torch.optim.Optimizer,
+    lr: float,
+    divide_by: Tensor,
+    skip: Tensor,
+    tables: Tables | None = None,
+) -> None:
     """Update with gradients divided by `divide_by`, or do nothing where `skip` is 1; no wait for the device.
 
     `grad_scale` and `found_inf` are how torch's GradScaler talks to fused optimizers.
+
+    Args:
+        tables: kept from one update to the next: updates are then by a kernel of ours where there is one (see `adamw`).
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -46,6 +57,9 @@ def update(optimizer: torch.optim.Optimizer, lr: float, divide_by: Tensor, skip:
             for part in group["params"]:
                 part.grad = part.grad / divide_by if part.grad is not None else None
     scale = torch.ones_like(divide_by) if divide_by.dtype == torch.float64 else divide_by
+    if tables is not None and takes(optimizer):
+        update_adamw(optimizer, tables, scale.float(), skip.float())
+        return
     optimizer.grad_scale = scale.float()  # pyrefly: ignore[missing-attribute]
     optimizer.found_inf = skip.float()  # pyrefly: ignore[missing-attribute]
     optimizer.step()

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.job import Optimizer
 from shoal.parallel.replicate import core
+from shoal.train.adamw import Tables
 from shoal.train.fused import kinds, make, update
 from shoal.train.streamed import Streamed
 
@@ -153,7 +154,7 @@ class AtOnce:
         self, settings: Optimizer, parameters: Mapping[str, nn.Parameter], parts: Mapping[str, nn.Parameter]
     ) -> None:
         self._settings, self._parts = settings, parts
-        self._torch = make(settings, parameters, parts)
+        self._torch, self._tables = make(settings, parameters, parts), Tables()
         if settings.name == "sgd":
             # fused SGD takes its momentum from uninitialised memory if its very first step is one that is skipped
             for name in parts:
@@ -161,7 +162,7 @@ class AtOnce:
 
     def step(self, lr: float, divide_by: Tensor, skip: Tensor) -> None:
         """As `fused.update`, of the gradients that parts have."""
-        update(self._torch, lr, divide_by, skip)
+        update(self._torch, lr, divide_by, skip, self._tables)
 
     def state_of(self, name: str) -> dict[str, Tensor]:
         """The state of a part, in place."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,8 +18,12 @@ from shoal.parallel.apply import parallelize
 from shoal.parallel.gather8 import narrowed
 from shoal.parallel.shard import reshard, sharded_parameters
 from shoal.plan import Plan
+from shoal.train.objective import NextToken
+from shoal.train.optimizer import AdamW
+from shoal.train.step import Step
 from shoal.world import World
 from tests.ranks import run_ranks
+from tests.train import toy
 from tests.train.toy import DIMS
 
 pytest.importorskip("torchao")
@@ -122,6 +127,61 @@ def gathered_with(world: World, plan: Plan, precision: Precision) -> int:
 def test_other_plans_and_precisions_gather_as_before() -> None:
     assert run_ranks(4, gathered_with, Plan(tensor=2, shard=2), "float8") == [0] * 4
     assert run_ranks(2, gathered_with, Plan(shard=2), "float8_rowwise") == [0, 0]
+
+
+def scales_of_second_step(world: World, schedule: str) -> tuple[set[float], set[float]]:
+    """With which weights were cast, and those of the weights as they were; masters are doubled between two steps."""
+    plan = Plan.model_validate({"pipeline": 2, "shard": 2, "zero": 3, "schedule": schedule, "micro_batch": 1})
+    deep = WIDE._replace(layers=4, vocab=52)
+    model = parallelize(partial(Llama, deep), plan, world, precision="float8")
+    step = Step(model, NextToken(), AdamW(lr=1e-4), plan, world, precision="float8")
+    batches = [toy.part_of(toy.global_batch(number), number, plan, world.rank) for number in range(2)]
+    step(batches[0])
+    reshard(model)
+    with torch.no_grad():
+        for part in parts_of(model):
+            part.mul_(2)
+        expected = {float(as_torchao(whole(parameter))[1]) for parameter in model.parameters()}
+    seen: set[float] = set()
+
+    def cast(matrix: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
+        seen.add(float(scale))
+        return narrowed(matrix, scale, kind)
+
+    with patch("shoal.parallel.gather8.narrowed", cast):
+        step(batches[1])
+    return seen, expected
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "looped_bfs"])
+def test_a_schedule_that_gathers_before_any_forward_takes_scales_of_this_step(schedule: str) -> None:
+    for seen, expected in run_ranks(4, scales_of_second_step, schedule):
+        assert seen and seen <= expected
+
+
+class Tied(nn.Module):
+    """A linear whose weight another module reads as it is; the linear comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 96, bias=False)
+        self.embedding = nn.Embedding(96, 64)
+        self.embedding.weight = self.head.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
+def train_tied(world: World) -> float:
+    model = parallelize(Tied, Plan(shard=2, zero=3), world, precision="float8")
+    out = model(torch.arange(16).view(1, 16))
+    out.float().square().mean().backward()
+    return float(out.detach().float().norm())
+
+
+def test_a_weight_that_another_module_reads_is_gathered_as_before() -> None:
+    first, second = run_ranks(2, train_tied)
+    assert first == second > 0
 
 
 def replace_a_master(world: World) -> str:

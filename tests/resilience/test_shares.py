@@ -76,9 +76,9 @@ def hand_over(world: World, ways: tuple[Ways, ...], ranks: int = 3) -> None:
         made._prepare(state)
 
 
-def save_once(folder: Path, ranks: int = 3) -> str:
+def save_once(folder: Path, ranks: int = 3, deadline_s: float = 30.0) -> str:
     """By 2 ranks on one machine and 1 on another; returns why it failed."""
-    with two_machines(folder, (HEAD, OTHER)) as savers:
+    with two_machines(folder, (HEAD, OTHER), deadline_s) as savers:
         run_ranks(3, hand_over, ways_of_both(savers, (HEAD, OTHER)), ranks)
     failed = events(folder, "save failed")
     assert len(failed) <= 1
@@ -137,15 +137,39 @@ def test_a_save_of_an_epoch_that_is_over_does_not_count(tmp_path: Path) -> None:
     run.create()
     folder_of(run).mkdir(exist_ok=True)
     assert claim(run, Epoch(2, "another machine", "10.0.0.2", 1))
-    reason = save_once(tmp_path)
+    theirs = start(run.checkpoints, 5)
+    open_for_others(theirs, HEAD._replace(epoch=2), "theirs")
+    reason = save_once(tmp_path, deadline_s=1.0)
     assert "another machine leads the run since epoch 2, and this save is of epoch 1" in reason
-    assert not list((tmp_path / "checkpoints").iterdir())
+    assert (theirs / "open").read_text() == "2 theirs"  # what they write is theirs
+
+
+def test_a_machine_that_is_not_the_first_takes_its_files_back_when_it_fails(tmp_path: Path) -> None:
+    """So that there is room to say it, and what it says comes at once, whatever it was."""
+    left: list[str] = []
+
+    def write(folder: Path, origin: Origin, *rest: Any) -> list[tuple[str, Piece]]:
+        written = write_parts(folder, origin, *rest)
+        if origin.rank == 2:
+            raise RuntimeError("can't start new thread")
+        return written
+
+    def leave(aside: Path, *rest: Any) -> None:
+        left.extend(path.name for path in aside.glob("rank-00002*"))
+        leave_part(aside, *rest)
+
+    with (
+        patch("shoal.resilience.saver.write_parts", write),
+        patch("shoal.resilience.saver.leave_part", leave),
+    ):
+        reason = save_once(tmp_path)
+    assert "the machine of rank 2: RuntimeError: can't start new thread" in reason and not left
 
 
 def test_parts_come_back_as_they_were(tmp_path: Path) -> None:
     written = [("a.b", Piece((0, 2), (4, 1), "rank-00002.bin", 64, (7, 8)))]
     aside = start(tmp_path, 3)
-    open_for_others(aside, "id")
+    open_for_others(aside, HEAD, "id")
     leave_part(aside, OTHER, "id", written)
     moved: list[None] = []
     found = collect(aside, HEAD, "id", lambda: None, lambda: moved.append(None), 5.0)
@@ -155,7 +179,7 @@ def test_parts_come_back_as_they_were(tmp_path: Path) -> None:
 
 def test_a_part_of_another_save_does_not_count(tmp_path: Path) -> None:
     aside = start(tmp_path, 3)
-    open_for_others(aside, "id")
+    open_for_others(aside, HEAD, "id")
     leave_part(aside, OTHER, "another", [])
     with pytest.raises(OSError, match=r"the machine of rank 2 nothing has come for 0\.3 s"):
         collect(aside, HEAD, "id", lambda: None, lambda: None, 0.3)
@@ -163,19 +187,22 @@ def test_a_part_of_another_save_does_not_count(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_opened_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     aside = start(tmp_path, 3)
-    open_for_others(aside, "of another save")
-    with pytest.raises(OSError, match=r"did not open .* within 0\.2 s"):
-        wait_until_open(aside, "id", lambda: None, 0.2)
+    for share, save in ((HEAD, "of another save"), (HEAD._replace(epoch=2), "id")):
+        open_for_others(aside, share, save)
+        with pytest.raises(OSError, match=r"did not open .* within 0\.2 s"):
+            wait_until_open(aside, OTHER, "id", lambda: None, 0.2)
 
 
 def test_only_saves_that_are_open_and_not_answered_are_refused(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.create()
-    answered, waiting, ours = (start(run.checkpoints, step) for step in (1, 2, 3))
+    answered, waiting, ours, later = (start(run.checkpoints, step) for step in (1, 2, 3, 4))
     for aside in (answered, waiting):
-        open_for_others(aside, "id")
+        open_for_others(aside, HEAD, "id")
+    open_for_others(later, HEAD._replace(epoch=2), "id")
     leave_part(answered, OTHER, "id", [])
     refuse_open(run, OTHER, "no ranks")
     assert json.loads((answered / "part-00002.json").read_text())["problem"] == ""
     assert json.loads((waiting / "part-00002.json").read_text())["problem"] == "no ranks"
     assert not list(ours.iterdir())
+    assert [path.name for path in later.iterdir()] == ["open"]  # of ranks that this machine has none of
