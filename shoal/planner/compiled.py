@@ -139,7 +139,9 @@ class Program:
             return
         if node in self.fusion.kernels:
             kernel = self.fusion.kernels[node]
-            tape.does(Cost("move", kernel.nbytes, 0, kernel.dtype, None), ", ".join(kernel.names))
+            tape.does(
+                Cost("move", kernel.nbytes, 0, kernel.dtype, None, kernel.times), ", ".join(kernel.names)
+            )
         if node not in self._known:
             with tape.resumed():
                 values[node] = _apply(node, values)

@@ -87,7 +87,7 @@ class Costs:
         if launch.kind == "attention":
             return self._attention(launch)
         if launch.kind == "move":
-            return self._move(launch.nbytes, follows=launch.follows)
+            return self._move(launch.nbytes, follows=launch.follows) * launch.times
         if launch.kind == "transfer":
             return self.host_copy(launch.nbytes)
         if launch.kind == "collective":

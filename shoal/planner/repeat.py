@@ -186,6 +186,7 @@ class _Extension:
             launch.follows,
             on,
             launch.made,
+            launch.times,
         )
         self._launched[self._slots[launch] * WIDE + places[self._units[launch]] + 1] = made
         self._new.events.append(made)

@@ -209,6 +209,7 @@ class Tape(TorchDispatchMode):
             cost.dims,
         )
         launch.compiled, launch.follows, launch.made = self._compiled, follows, made
+        launch.times = cost.times
         self.add(launch)
 
     def _launches(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shoal.planner.fusion import Fusion
+from shoal.planner.fusion import QUANTIZING, Fusion
 
 X, Y, W = torch.zeros(64, 32), torch.zeros(64, 32), torch.zeros(32, 32)
 SIZE = 64 * 32 * 4
@@ -62,3 +62,12 @@ def test_of_a_table_only_the_rows_are_read_that_are_taken() -> None:
     table, rows = torch.zeros(5000, 32), torch.zeros(64, dtype=torch.long)
     found = fusion(lambda table, rows: table[rows] + 1, table, rows)
     assert sum(kernel.nbytes for kernel in found.kernels.values()) < 4 * SIZE
+
+
+def test_kernels_that_scale_and_cast_to_8_bits_take_longer_than_their_bytes() -> None:
+    def cast(x: Tensor) -> Tensor:
+        return (x * (448 / x.abs().amax())).to(torch.float8_e4m3fn)
+
+    quantizing = [kernel.times for kernel in fusion(cast, X).kernels.values()]
+    assert quantizing and set(quantizing) == {QUANTIZING}
+    assert {kernel.times for kernel in fusion(lambda x: x.abs().amax(-1), X).kernels.values()} == {1.0}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from shoal.cluster import Cluster
 from shoal.plan import Plan
-from shoal.planner.launch import Cost, Dims, Heads, Launch, cost_of, on_lists, parts_of
+from shoal.planner.launch import WIDENING, Cost, Dims, Heads, Launch, cost_of, on_lists, parts_of
 from shoal.planner.simulate import simulated_world
 
 aten: Any = torch.ops.aten
@@ -152,3 +152,13 @@ def test_a_copy_to_the_host_is_a_transfer() -> None:
         there.copy_(here)
         found = [launch for launch in world.tape.trace.launches() if launch.kind == "transfer"]
     assert [launch.nbytes for launch in found] == [1024, 1024]
+
+
+def test_a_copy_that_widens_takes_longer_than_its_bytes() -> None:
+    with simulated_world(Cluster.parse("1 h100"), 0, 1) as world:
+        half = torch.zeros(256, device="cuda", dtype=torch.bfloat16)
+        half.float().bfloat16()
+        found = [
+            launch for launch in world.tape.trace.launches() if launch.operator == "aten._to_copy.default"
+        ]
+    assert [launch.times for launch in found] == [WIDENING, 1.0]
