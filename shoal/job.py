@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Precision = Literal["fp32", "bf16", "fp16", "fp64", "float8", "float8_rowwise"]
-FLOAT8 = ("float8", "float8_rowwise")
+Precision = Literal["fp32", "bf16", "fp16", "fp64", "float8", "float8_rowwise", "float8_gather"]
+FLOAT8 = ("float8", "float8_rowwise", "float8_gather")
 NARROW = ("bf16", "fp16", *FLOAT8)
 """precisions whose activations have 2 bytes"""
 OnError = Literal["raise", "skip", "substitute"]
@@ -167,7 +167,8 @@ class Train(Section):
     precision: Precision = Field(
         "fp32",
         description="compute type; master weights and gradient sums are fp32 (fp64 with fp64). float8: the linears of blocks "
-        "multiply in 8 bits, with one scale a tensor (or a row), and the rest is bf16",
+        "multiply in 8 bits, with one scale a tensor (or a row), and the rest is bf16; float8_gather: what plan.shard cuts of "
+        "them is gathered in 8 bits, too",
     )
     seed: int = Field(0, ge=0, description="weights, data order and dropout derive from it")
     objective: str | None = Field(

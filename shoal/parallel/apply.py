@@ -78,7 +78,7 @@ def parallelize(
         materialise(built, _required(init_parameter, built), world.device, masters, seed)
     _move_rest(built, plan, world.device)
     if (
-        precision == "float8"
+        precision == "float8_gather"
         and not plan.only_copies
         and plan.tensor == 1
         and "parameters" not in plan.offload

@@ -1,6 +1,7 @@
 """float8: the linears of blocks multiply in 8 bits, by torchao, and everything else is as in bf16.
 
 "float8" scales a tensor by its largest element, "float8_rowwise" each row by its own, which is slower and closer to bf16.
+"float8_gather" is "float8" whose weights are also gathered in 8 bits: see `gather8`.
 Weights, activations and gradients are cast just before they are multiplied; masters, sums, norms, attention, embedding and head
 keep their types, and so do experts. CPUs compute the same in wider types, which is slow: for tests and `verify`.
 
@@ -21,7 +22,7 @@ from shoal.job import Precision
 from shoal.parallel.transpose import transpose_by_tiles
 from shoal.plan import Plan
 
-RECIPES = {"float8": "tensorwise", "float8_rowwise": "rowwise"}
+RECIPES = {"float8": "tensorwise", "float8_rowwise": "rowwise", "float8_gather": "tensorwise"}
 ALIGNMENT = 16  # elements of each matrix's dims that the kernel wants
 OLDEST = (8, 9)  # CUDA's compute capability: Ada and Hopper
 

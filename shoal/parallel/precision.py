@@ -35,6 +35,7 @@ def types_of(precision: Precision) -> Types:
         "fp16": Types(torch.float32, torch.float16),
         "float8": Types(torch.float32, torch.bfloat16),
         "float8_rowwise": Types(torch.float32, torch.bfloat16),
+        "float8_gather": Types(torch.float32, torch.bfloat16),
     }[precision]
 
 

@@ -86,21 +86,26 @@ PLANS: list[dict[str, Any]] = [
     {"replicate": 2},
     {"tensor": 2},
     {"context": 2},
-    {"pipeline": 2, "shard": 2},
-    {"shard": 3, "zero": 3, "replicate": 1},
+    {"pipeline": 2},
     {"shard": 2, "recompute": "selective", "offload": ["activations"]},
 ]
 
 
+GATHERED: list[dict[str, Any]] = [{"shard": 2, "zero": 3}, {"pipeline": 2, "shard": 2}]
+
+
 @pytest.mark.usefixtures("warm_nursery")
-def test_every_plan_computes_what_one_device_does() -> None:
+@pytest.mark.parametrize(("precision", "all_keys"), [("float8", PLANS), ("float8_gather", GATHERED)])
+def test_every_plan_computes_what_one_device_does(
+    precision: Precision, all_keys: list[dict[str, Any]]
+) -> None:
     """`verify` measures how far one device in float8 is from the exact numbers, and allows a plan 8 times that."""
     table = {
         "model": {"preset": "1m"},
         "data": {"source": "synthetic", "vocab": 512, "seq_len": 64},
-        "train": {"steps": 1, "global_batch": 4, "precision": "float8"},
+        "train": {"steps": 1, "global_batch": 4, "precision": precision},
     }
-    plans = [Plan.model_validate(keys) for keys in PLANS]
+    plans = [Plan.model_validate(keys) for keys in all_keys]
     for verdict in verify(parse(table, where="a test"), plans, steps=3):
         assert verdict.same, (verdict.plan.describe(), verdict.comparison, verdict.problem)
 

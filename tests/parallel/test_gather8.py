@@ -64,7 +64,7 @@ class Weight(NamedTuple):
 
 def weights_of_second_forward(world: World, plan: Plan) -> dict[str, Weight]:
     """After the masters were changed, unevenly: the scales are no longer the first's."""
-    model = parallelize(partial(Llama, WIDE), plan, world, precision="float8")
+    model = parallelize(partial(Llama, WIDE), plan, world, precision="float8_gather")
     tokens = torch.arange(16).view(1, 16)
     with torch.no_grad():
         model(tokens)
@@ -125,16 +125,17 @@ def gathered_with(world: World, plan: Plan, precision: Precision) -> int:
 
 
 def test_other_plans_and_precisions_gather_as_before() -> None:
-    assert run_ranks(4, gathered_with, Plan(tensor=2, shard=2), "float8") == [0] * 4
+    assert run_ranks(4, gathered_with, Plan(tensor=2, shard=2), "float8_gather") == [0] * 4
     assert run_ranks(2, gathered_with, Plan(shard=2), "float8_rowwise") == [0, 0]
+    assert run_ranks(2, gathered_with, Plan(shard=2), "float8") == [0, 0]
 
 
 def scales_of_second_step(world: World, schedule: str) -> tuple[set[float], set[float]]:
     """With which weights were cast, and those of the weights as they were; masters are doubled between two steps."""
     plan = Plan.model_validate({"pipeline": 2, "shard": 2, "zero": 3, "schedule": schedule, "micro_batch": 1})
     deep = WIDE._replace(layers=4, vocab=52)
-    model = parallelize(partial(Llama, deep), plan, world, precision="float8")
-    step = Step(model, NextToken(), AdamW(lr=1e-4), plan, world, precision="float8")
+    model = parallelize(partial(Llama, deep), plan, world, precision="float8_gather")
+    step = Step(model, NextToken(), AdamW(lr=1e-4), plan, world, precision="float8_gather")
     batches = [toy.part_of(toy.global_batch(number), number, plan, world.rank) for number in range(2)]
     step(batches[0])
     reshard(model)
@@ -173,7 +174,7 @@ class Tied(nn.Module):
 
 
 def train_tied(world: World) -> float:
-    model = parallelize(Tied, Plan(shard=2, zero=3), world, precision="float8")
+    model = parallelize(Tied, Plan(shard=2, zero=3), world, precision="float8_gather")
     out = model(torch.arange(16).view(1, 16))
     out.float().square().mean().backward()
     return float(out.detach().float().norm())
@@ -185,7 +186,7 @@ def test_a_weight_that_another_module_reads_is_gathered_as_before() -> None:
 
 
 def replace_a_master(world: World) -> str:
-    model = parallelize(partial(Llama, WIDE), Plan(shard=2, zero=3), world, precision="float8")
+    model = parallelize(partial(Llama, WIDE), Plan(shard=2, zero=3), world, precision="float8_gather")
     parameter: Any = model.get_parameter("blocks.1.attention.query.weight")
     parameter._local_tensor = parameter._local_tensor.clone()
     with pytest.raises(RuntimeError) as error:

@@ -74,7 +74,7 @@ def test_a_tensor_that_only_holds_others_takes_no_memory() -> None:
     """A weight in float8 is bytes and a scale; what it looks like from outside is nowhere."""
     pytest.importorskip("torchao")
     plan, cluster = Plan(shard=2, zero=3), Cluster.parse("2 h100")
-    wide = work(lambda: Llama(DIMS))._replace(precision="float8")
+    wide = work(lambda: Llama(DIMS))._replace(precision="float8_gather")
     trace = simulate(wide, plan, cluster)
     assert not [storage for storage in trace.storages if storage.operator == "aten.detach.default"]
     gathered = [storage for storage in trace.storages if storage.kind == "gathered"]
