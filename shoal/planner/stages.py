@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.distributed.pipelining.stage as stages
 
 from shoal.planner.fake_device import replace
@@ -27,5 +28,13 @@ def shapes_between_stages(undo: ExitStack, boundary: Boundary) -> None:
         tensor = torch.empty(boundary.shape, dtype=boundary.dtype, device="meta", requires_grad=True)
         return stages._StageForwardMeta((stages.extract_tensor_meta(tensor),))
 
-    replace(undo, stages.PipelineStage, "_recv_meta", told)
-    replace(undo, stages.PipelineStage, "_send_meta", lambda *_: None)
+    if hasattr(stages.PipelineStage, "_recv_meta"):
+        replace(undo, stages.PipelineStage, "_recv_meta", told)
+        replace(undo, stages.PipelineStage, "_send_meta", lambda *_: None)
+        return
+
+    def told_objects(objects: list[Any], *_: Any, **__: Any) -> None:  # torch 2.11 sends shapes as objects
+        objects[0] = (torch.empty(boundary.shape, dtype=boundary.dtype, device="meta"),)
+
+    replace(undo, dist, "recv_object_list", told_objects)
+    replace(undo, dist, "send_object_list", lambda *_, **__: None)
