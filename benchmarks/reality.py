@@ -43,6 +43,10 @@ STEPS = {
     "against_8b_4xh200": "llama_8b plan.shard=4 plan.zero=2",
     "against_1b_4xh200": "llama_1b plan.shard=4 plan.zero=2",
     "step_150m_4xh200": "llama_150m plan.replicate=4 plan.compile=model",
+    "against_150m_1xh200": "llama_150m plan.replicate=1 train.global_batch=4 plan.compile=model",
+    "against_433m_1xh200": "llama_433m plan.replicate=1 train.global_batch=1 plan.compile=model",
+    "against_1b_1xh200": "llama_1b plan.replicate=1 train.global_batch=4 plan.micro_batch=4 plan.compile=true",
+    "float8_tiles_1xh200": "llama_8b model.layers=8 plan.replicate=1 train.global_batch=1 plan.compile=true",
 }
 """the words that rows of `shoal bench step` begin with; a row's own follow its name"""
 SMALL = {
