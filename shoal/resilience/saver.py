@@ -53,6 +53,7 @@ from shoal.resilience.shares import (
     open_for_others,
     refuse_open,
     require_epoch,
+    say_failed,
     wait_until_open,
     wait_until_sealed,
     who_took_over,
@@ -278,6 +279,8 @@ class Saver:
             require_epoch(self._run, share)
             aside = start(self._run.checkpoints, step)
         except OSError as error:
+            if share.others and not who_took_over(self._run, share):
+                say_failed(self._run.checkpoints / f"{name_of(step)}.tmp", share, head.save)
             return f"no checkpoint can be written into {self._run.checkpoints}: {error}"
 
         try:
@@ -294,7 +297,10 @@ class Saver:
         except Exception as error:
             if who_took_over(self._run, share) and not is_open(aside, share, head.save):
                 return _told(error)  # the folder is of who leads now
-            return give_up(aside, _told(error), needed_bytes)
+            said = give_up(aside, _told(error), needed_bytes)
+            if share.others and not who_took_over(self._run, share):
+                say_failed(aside, share, head.save)
+            return said
         return seal(aside, Origin(head.save, step, 0, share.size), contents, index_sha256, head.keep)
 
     def _write_part(self, bells: list[Bell], share: Share) -> str:

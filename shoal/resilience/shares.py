@@ -8,7 +8,9 @@ but for whether the run is still this epoch's.
     step-00000100.tmp/open              the epoch and the save's id, while others may write into the folder
     step-00000100.tmp/part-00002.json   what the machine whose first rank is 2 has written
 
-Both are gone before the folder is sealed.
+    step-00000100.tmp/failed            the same as `open`, of a save that was given up: who has not met the folder need not wait
+
+All are gone before the folder is sealed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from shoal.checkpoint.layout import Piece
 from shoal.resilience.epochs import newest
 from shoal.run import Run, write_whole
 
-OPEN = "open"
+OPEN, FAILED = "open", "failed"
 POLL_S = 0.1
 Written = list[tuple[str, Piece]]
 
@@ -62,6 +64,13 @@ def open_for_others(aside: Path, share: Share, save: str) -> None:
     write_whole(aside / OPEN, f"{share.epoch} {save}")
 
 
+def say_failed(aside: Path, share: Share, save: str) -> None:
+    """Leave word, where the folder was, that nothing is written into it any more."""
+    with suppress(OSError):
+        aside.mkdir(parents=True, exist_ok=True)
+        write_whole(aside / FAILED, f"{share.epoch} {save}")
+
+
 def is_open(aside: Path, share: Share, save: str) -> bool:
     """Whether the folder is of this save, and not sealed yet."""
     return _read(aside / OPEN) == f"{share.epoch} {save}"
@@ -81,6 +90,8 @@ def wait_until_open(
     until = time.monotonic() + patience_s
     while not is_open(aside, share, save):
         still()
+        if _read(aside / FAILED) == f"{share.epoch} {save}":
+            raise OSError("the machine of rank 0 has given the save up")
         if time.monotonic() > until:
             raise OSError(f"the machine of rank 0 did not open {aside} within {patience_s:g} s")
         time.sleep(POLL_S)

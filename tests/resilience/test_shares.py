@@ -103,7 +103,17 @@ def test_what_goes_wrong_on_another_machine_fails_the_save_and_is_told(tmp_path:
     with patch("shoal.resilience.saver.write_parts", write):
         reason = save_once(tmp_path)
     assert "the machine of rank 2: the disk is on fire" in reason
-    assert not list((tmp_path / "checkpoints").iterdir())
+    left = [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()]
+    assert [path.name for path in left] == ["failed"]
+
+
+def test_a_disk_that_is_full_from_the_start_holds_no_machine_up(tmp_path: Path) -> None:
+    """Rank 0's machine gives up at once: the other one may never have seen the folder."""
+    began = time.monotonic()
+    with patch("shoal.resilience.saver.require_room", side_effect=OSError("no room")):
+        reason = save_once(tmp_path)
+    assert "no room" in reason
+    assert time.monotonic() - began < 15  # and not the 30 s after which nothing is waited for any more
 
 
 def test_a_machine_whose_ranks_ended_holds_nobody_up(tmp_path: Path) -> None:
