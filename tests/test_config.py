@@ -208,7 +208,7 @@ def test_a_wrong_type_names_key_value_and_type(word: str, shown: str, works: str
         ("data.vocab=256", "data.vocab = 256", "greater than or equal to 257"),
         ("plan.tensor=0", "plan.tensor = 0", "greater than or equal to 1"),
         ("plan.zero=5", "plan.zero = 5", "0, 1, 2 or 3"),
-        ("train.precision=bf8", 'train.precision = "bf8"', "'float8' or 'float8_rowwise'"),
+        ("train.precision=bf8", 'train.precision = "bf8"', "'float8_rowwise' or 'float8_gather'"),
         ("optimizer.name=adam", 'optimizer.name = "adam"', "'adamw' or 'sgd'"),
         ("run.dir=", 'run.dir = ""', "at least 1 character"),
     ],
