@@ -12,6 +12,7 @@ from shoal.observe.doctor import gpu_findings
 from shoal.observe.health import HealthWatch, Note, changes, conditions, visible_gpus
 from shoal.observe.nvml import Nvml, Reading
 from shoal.run import Run, read_json_lines
+from tests.launch.machines import until
 from tests.observe.nvml import FakeNvml, Gpu
 
 FINE = Reading(0, 60, 1980, 1980, 99, 0, 0)
@@ -137,6 +138,8 @@ def test_alerts_are_events_of_the_rank_whose_gpu_it_is(
     with health.health_watched(run, 2, device="auto", environment={"CUDA_VISIBLE_DEVICES": "1,2,0"}) as watch:
         assert watch is not None
         assert watch.leaving() == []
+        # a busy machine may not come to look before it is asked to end
+        until(run.events_file.exists, 30)
     (event,) = read_json_lines(run.events_file)
     assert (event["event"], event["rank"], event["gpu"]) == ("alert", 1, 2)
     assert event["message"].startswith("GPU 2 is slowed down since it is too hot: 91 C")
