@@ -139,7 +139,7 @@ def test_alerts_are_events_of_the_rank_whose_gpu_it_is(
         assert watch is not None
         assert watch.leaving() == []
         # a busy machine may not come to look before it is asked to end
-        until(run.events_file.exists, 30)
+        until(run.events_file.exists, "an alert")
     (event,) = read_json_lines(run.events_file)
     assert (event["event"], event["rank"], event["gpu"]) == ("alert", 1, 2)
     assert event["message"].startswith("GPU 2 is slowed down since it is too hot: 91 C")
