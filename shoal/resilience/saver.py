@@ -254,12 +254,10 @@ class Saver:
         except Exception as error:  # ranks wait for an answer, and whatever went wrong is one
             problem = f"{type(error).__name__}: {error}"
         with suppress(OSError):
-            if not share.heads:
-                pass  # the machine of rank 0 tells of all
-            elif problem:
+            if problem and share.heads:  # the machine of rank 0 tells of all
                 self._say(f"NOT saved: {problem}")
                 self._run.event("save failed", step=step, reason=problem)
-            else:
+            elif share.heads:
                 path, seconds = self._run.checkpoints / name_of(step), time.monotonic() - began
                 stall_s = round(bells[0].stall_s, 4)
                 self._run.event("save", step=step, path=str(path), seconds=round(seconds, 3), stall_s=stall_s)
