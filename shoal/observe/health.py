@@ -108,13 +108,14 @@ class HealthWatch:
 
     Args:
         gpus: those that the run uses, in the order of its local ranks.
+        tell: called with a rank and what there is to say of its GPU, first while this is still being built.
     """
 
     def __init__(
         self,
         nvml: Nvml,
         gpus: Sequence[int],
-        tell: Callable[[Note], None],
+        tell: Callable[[int, Note], None],
         *,
         every_s: float = EVERY_S,
         first_rank: int = 0,
@@ -143,7 +144,7 @@ class HealthWatch:
             key = (note.gpu, note.what)
             if time.monotonic() - self._told.get(key, -AGAIN_S) >= AGAIN_S:
                 self._told[key] = time.monotonic()
-                self._tell(note)
+                self._tell(self.first_rank + self._gpus.index(note.gpu), note)
 
     def leaving(self) -> list[str]:
         """Why some GPUs should be left out, after a last look; nothing if there are none."""
@@ -193,11 +194,11 @@ def health_watched(
         yield None
         return
 
-    def tell(note: Note) -> None:
+    def tell(rank: int, note: Note) -> None:
         text = f"GPU {note.gpu} {note.message}"
         print(text, file=sys.stderr, flush=True)
         with suppress(OSError):
-            run.event("alert", rank=watch.first_rank + gpus.index(note.gpu), gpu=note.gpu, message=text)
+            run.event("alert", rank=rank, gpu=note.gpu, message=text)
 
     watch = HealthWatch(nvml, gpus, tell, first_rank=first_rank)
     try:

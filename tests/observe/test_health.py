@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,8 +66,13 @@ class Watched:
     def __init__(self, gpus: list[Gpu], used: list[int], *, tells_xids: bool = True) -> None:
         self.library = FakeNvml(gpus, tells_xids=tells_xids)
         self.told: list[Note] = []
-        self.watch = HealthWatch(Nvml(self.library), used, self.told.append, every_s=3600.0)
+        self.ranks: list[int] = []
+        self.watch = HealthWatch(Nvml(self.library), used, self._tell, every_s=3600.0)
         self.watch.leaving()  # the first look is over
+
+    def _tell(self, rank: int, note: Note) -> None:
+        self.ranks.append(rank)
+        self.told.append(note)
 
 
 @pytest.fixture
@@ -83,8 +90,30 @@ def test_a_gpu_off_the_bus_is_named_with_what_is_left_and_those_of_others_do_not
         "GPU 2 had Xid 79: it has fallen off the bus; leave it out: CUDA_VISIBLE_DEVICES=1,3, with plan=auto"
     ]
     assert [(note.gpu, note.what) for note in here.told] == [(2, "xid 79")]
+    assert here.ranks == [1]
     here.watch.close()
     assert here.library.open == 0
+
+
+def test_what_the_first_look_sees_is_an_alert_although_the_watch_is_still_being_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = [Gpu(), Gpu()]
+    gpus[1].xids = [79]
+    monkeypatch.setattr(health, "open_nvml", lambda: Nvml(FakeNvml(gpus)))
+    start = threading.Thread.start
+
+    def start_and_let_it_go_first(thread: threading.Thread) -> None:
+        start(thread)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_let_it_go_first)
+    run = Run(tmp_path / "run")
+    run.create()
+    with health.health_watched(run, 2, device="auto", environment={}, first_rank=4):
+        pass
+    (alert,) = read_json_lines(run.events_file)
+    assert (alert["rank"], alert["gpu"]) == (5, 1)
 
 
 def test_errors_of_the_program_are_told_and_are_no_reason(watched: Callable[..., Watched]) -> None:
