@@ -129,6 +129,10 @@ class Pipeline:
     blocks: list[nn.Module]
     """of the whole model; those of other ranks are `Absent`"""
     ties: list[Tie]
+    ranges: list[range]
+    """the blocks of each stage, of other ranks too"""
+    container: str = ""
+    """what has them in the model, by its path"""
     active: Stage | None = None
     incoming: Tensor | None = None
     before_step: list[Callable[[], None]] = field(default_factory=list)
@@ -325,7 +329,9 @@ def apply_pipeline(
             container.register_module(name, Absent())
     other = dist.get_process_group_ranks(group)[plan.pipeline - 1 if 0 in mine else 0]
     ties = [Tie(name, other) for name in parts.tied] if mine[0] == 0 or last in mine else []
-    pipeline = Pipeline(model, plan, group, device, stages, parts.blocks, ties)
+    pipeline = Pipeline(
+        model, plan, group, device, stages, parts.blocks, ties, parts.ranges, str(layout.blocks)
+    )
     model.forward = pipeline.forward
     return pipeline
 

@@ -92,6 +92,13 @@ class Launch:
     times: float = 1.0
     """how many times as long it takes as one that only moves its bytes"""
 
+    def again(self, moment: Moment, name: str, ranks: tuple[int, ...], on: Launch | None) -> Launch:
+        """The same for another block, micro-batch or rank."""
+        return Launch(
+            self.kind, self.stream, self.operator, moment, name, self.nbytes, self.flops, self.dtype,
+            self.dims, ranks, self.compiled, self.follows, on, self.made, self.times,
+        )  # fmt: skip
+
 
 class Cost(NamedTuple):
     """What an operator does, apart from where and when."""

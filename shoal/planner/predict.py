@@ -12,6 +12,7 @@ from shoal.plan import Plan
 from shoal.planner.cost import costs_of
 from shoal.planner.extend import shallowest, simulate_extended
 from shoal.planner.memory import Fit, Memory, Verdict, judge, memory_of
+from shoal.planner.pipelines import simulate_stages
 from shoal.planner.profile import Profile
 from shoal.planner.simulate import boundary_of
 from shoal.planner.timing import Timing, time_of
@@ -73,15 +74,15 @@ def predict(
     each = plan.world_size // plan.pipeline  # the pipeline is the slowest axis
     # what goes between stages is alike on all ranks of the pipeline
     boundary = boundary_of(shallowest(work), plan, cluster, 0) if plan.pipeline > 1 else None
-    traces = {
-        rank: simulate_extended(work, plan, cluster, rank, boundary=boundary)
-        for rank in range(0, plan.world_size, each)
-    }
+    count = plan.micro_batches(settings.job.train.global_batch)[0]
+    if boundary is not None:
+        traces = simulate_stages(work, plan, cluster, boundary, micro_batches=count)
+    else:
+        traces = {0: simulate_extended(work, plan, cluster)}
     ranks = []
     for rank, trace in traces.items():
         memory = memory_of(trace, plan, cluster.device.type, expandable=expandable)
         ranks.append(RankMemory(rank, each, memory, judge(memory, plan, cluster)))
-    count = plan.micro_batches(settings.job.train.global_batch)[0]
     recorded = len(work.batch(plan, 0, 0).micro_batches)
     rates = rates_without_data(settings, work, cluster)
     timing = time_of(traces, costs_of(cluster, profile), rates, (count, recorded))

@@ -171,40 +171,13 @@ class _Extension:
             on = self._launched.get(self._slots[launch.on] * WIDE + places[self._units[launch.on]] + 1)
             if on is None:
                 raise NotPeriodicError
-        made = Launch(
-            launch.kind,
-            launch.stream,
-            launch.operator,
-            moment,
-            self._names.renamed_parameter(launch.name, places),
-            launch.nbytes,
-            launch.flops,
-            launch.dtype,
-            launch.dims,
-            launch.ranks,
-            launch.compiled,
-            launch.follows,
-            on,
-            launch.made,
-            launch.times,
-        )
+        name = self._names.renamed_parameter(launch.name, places)
+        made = launch.again(moment, name, launch.ranks, on)
         self._launched[self._slots[launch] * WIDE + places[self._units[launch]] + 1] = made
         self._new.events.append(made)
 
     def _copy(self, storage: Storage, places: list[int], began: Moment) -> Storage:
-        return Storage(
-            storage.nbytes,
-            storage.device,
-            storage.stream,
-            storage.operator,
-            storage.shape,
-            storage.dtype,
-            began,
-            None,
-            storage.kind,
-            self._names.renamed_parameter(storage.name, places),
-            storage.travels,
-        )
+        return storage.again(began, self._names.renamed_parameter(storage.name, places))
 
 
 class _Names:

@@ -285,7 +285,7 @@ class _Rank:
 
     def per_micro_batch(self) -> float:
         """What one more micro-batch takes on this rank, of those of which there are several."""
-        return self._lanes.per_micro_batch()
+        return self._lanes.per_micro_batch(len(self.known))
 
     def found(self, step_s: float) -> RankTime:
         """What came of it; until the slowest rank has ended, this one waits."""
@@ -330,9 +330,12 @@ class _Lanes:
     def spans(self) -> list[Span]:
         return [*self._compute, *self._sent]
 
-    def per_micro_batch(self) -> float:
-        """From the second forward of the first block to the third; with forwards of other stages between them, what is computed
-        for one.
+    def per_micro_batch(self, ranks: int) -> float:
+        """From the second forward of the first block to the third; of a pipeline in its rhythm, from one to that which is as many
+        later as there are ranks, since they come in groups of so many. With too few, what is computed for one.
+
+        Args:
+            ranks: of the pipeline.
         """
         work = [span for span in self._compute if span.phase in ("forward", "backward")]
         first = next((span for span in work if span.micro_batch is not None), None)
@@ -342,4 +345,6 @@ class _Lanes:
         backward = next((span for span in work if span.phase == "backward"), None)
         if len(starts) > 2 and backward is not None and backward.begin_s < starts[1].begin_s:
             return starts[2].begin_s - starts[1].begin_s
+        if len(starts) > 3 * ranks:
+            return (starts[-1].begin_s - starts[-1 - ranks].begin_s) / ranks
         return sum(span.end_s - span.begin_s for span in work) / len(starts)

@@ -225,15 +225,18 @@ def _tell_model(model: nn.Module, tape: Tape) -> None:
     for name, buffer in whole.named_buffers():
         tape.tell(buffer, "parameters", name)
     roots: list[Any] = [whole, *spread_of(model).roots]
+    names = {module: name for name, module in whole.named_modules()}
     for module in {inner for root in roots for inner in root.modules() if isinstance(inner, FSDPModule)}:
-        _tell_gathered(module, tape)
+        _tell_gathered(module, tape, names)
 
 
-def _tell_gathered(module: FSDPModule, tape: Tape) -> None:
-    """What `fully_shard` gathers parameters into."""
+def _tell_gathered(module: FSDPModule, tape: Tape, names: dict[nn.Module, str]) -> None:
+    """What `fully_shard` gathers parameters into, which it knows by their names in a pipeline's stage."""
     for parameter in sharded_parameters(module):
+        owner = names.get(parameter._module_info.module)
+        name = "" if owner is None else f"{owner}.{parameter._module_info.param_name}".lstrip(".")
         for gathered in getattr(parameter, "all_gather_outputs", None) or ():
-            tape.tell(gathered, "gathered", getattr(parameter, "_param_fqn", None) or "")
+            tape.tell(gathered, "gathered", name)
 
 
 def tell_state(step: Step, tape: Tape) -> None:

@@ -36,7 +36,7 @@ from shoal.planner.launch import (
     travel_of,
 )
 from shoal.planner.streams import Streams
-from shoal.planner.trace import Storage, Trace
+from shoal.planner.trace import Shape, Storage, Trace
 from shoal.planner.workspace import MATMULS, blas_workspace_bytes, scratch_bytes
 
 aten: Any = torch.ops.aten
@@ -94,10 +94,11 @@ class Tape(TorchDispatchMode):
             tuple[int, str]
         ] = []  # (number of the first operation, unit), for backward to look up
         self._unit = ""
+        self._behind = ""  # the block that backward is in
         self._fresh: int | None = None
         self._flying: dict[int, Launch] = {}
         """functional collectives by the memory of their results"""
-        self._compiled, self._paused = False, 0
+        self._compiled, self._paused, self._muted = False, 0, False
         streams.on_record, streams.on_wait = self._record, self._stream_waits
 
     @classmethod
@@ -126,9 +127,9 @@ class Tape(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         number = node._sequence_nr() if node is not None else UNSEEN
         if number < UNSEEN:
-            self._unit = self._calls[bisect.bisect_right(self._calls, (number, "\uffff")) - 1][1]
+            self._behind = self._calls[bisect.bisect_right(self._calls, (number, "\uffff")) - 1][1]
         phase = "recompute" if torch.is_grad_enabled() else "backward"
-        return Moment(self._step, phase, self._unit)
+        return Moment(self._step, phase, self._behind)
 
     @contextmanager
     def paused(self) -> Generator[None]:
@@ -158,19 +159,31 @@ class Tape(TorchDispatchMode):
 
     def tell(self, tensor: Tensor | None, kind: str, name: str = "") -> None:
         """Say what the memory of a tensor is for."""
-        number = self._number(tensor) if tensor is not None else None
+        number = self.number(tensor) if tensor is not None else None
         if number is not None:
             storage = self.trace.storages[number]
             storage.kind, storage.name = kind, name or storage.name
 
-    def _number(self, tensor: Tensor) -> int | None:
+    def number(self, tensor: Tensor) -> int | None:
+        """Of a tensor's storage in the trace."""
         found = self._live.get(_plain(tensor).untyped_storage()._cdata)
         return None if found is None else found[0]
 
     # what is launched
 
+    @contextmanager
+    def muted(self) -> Generator[None]:
+        """Nothing is recorded; what is allocated meanwhile is never seen."""
+        before, self._muted = self._muted, True
+        try:
+            yield
+        finally:
+            self._muted = before
+
     def add(self, launch: Launch) -> Launch:
         """Something is launched, or waited for."""
+        if self._muted:
+            return launch
         self.trace.events.append(launch)
         self.trace.moments.append(launch.moment)
         return launch
@@ -221,7 +234,7 @@ class Tape(TorchDispatchMode):
         else:
             cost = cost_of(func, args, kwargs, outputs)
             if cost is not None:
-                made = self._number(outputs[0]) if outputs else None
+                made = self.number(outputs[0]) if outputs else None
                 self.does(cost, str(func), made=-1 if made is None else made)
 
     def _travels(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
@@ -253,14 +266,18 @@ class Tape(TorchDispatchMode):
 
     def allocate(self, like: Tensor, operator: str) -> Tensor:
         """A tensor as an operator would make it, without calling one."""
+        return self.place(Shape.of(like), operator, self.now())
+
+    def place(self, shape: Shape, operator: str, now: Moment) -> Tensor:
+        """The same at a moment that is said."""
         with no_dispatch():
-            meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-        tensor = FakeTensor(self._mode, meta, like.device)
-        self._follow(tensor.untyped_storage(), tensor, operator, self.now())
+            meta = torch.empty_strided(shape.sizes, shape.strides, dtype=shape.dtype, device="meta")
+        tensor = FakeTensor(self._mode, meta, shape.device)
+        self._follow(tensor.untyped_storage(), tensor, operator, now)
         return tensor
 
     def _name(self, tensor: Tensor) -> str:
-        number = self._number(tensor)
+        number = self.number(tensor)
         return "" if number is None else self.trace.storages[number].name
 
     # memory
@@ -286,7 +303,8 @@ class Tape(TorchDispatchMode):
             func = IN_PLACE[func]
         out = run(func, args, kwargs)
         self._fresh = id(out) if func in ZEROS and torch._C._current_graph_task_id() != -1 else None
-        if func.namespace not in ("prim", "profiler") and (self._paused or active_fake_mode() is self._mode):
+        seen = self._paused or active_fake_mode() is self._mode
+        if seen and not self._muted and func.namespace not in ("prim", "profiler"):
             self._see(func, args, kwargs, out)
         return out
 
@@ -320,15 +338,19 @@ class Tape(TorchDispatchMode):
     def _allocate(
         self, size: int, device: str, operator: str, shape: tuple[int, ...], dtype: str, now: Moment
     ) -> int:
-        number = len(self.trace.storages)
         stream = self._streams.current.stream_id if device == "cuda" else 0
-        self.trace.storages.append(Storage(size, device, stream, operator, shape, dtype, now))
+        return self.take(Storage(size, device, stream, operator, shape, dtype, now))
+
+    def take(self, storage: Storage) -> int:
+        """Memory is allocated, as it says itself; its number."""
+        number = len(self.trace.storages)
+        self.trace.storages.append(storage)
         self.trace.events.append(number)
-        self.trace.moments.append(now)
+        self.trace.moments.append(storage.began)
         return number
 
-    def _release(self, number: int) -> None:
-        now = self.now()
+    def release(self, number: int, now: Moment) -> None:
+        """Memory is freed."""
         self.trace.storages[number].ended = now
         self.trace.events.append(~number)
         self.trace.moments.append(now)
@@ -338,7 +360,7 @@ class Tape(TorchDispatchMode):
             found = self._live.get(key)
             if found is not None and found[1] is reference:
                 del self._live[key]
-                self._release(found[0])
+                self.release(found[0], self.now())
 
         return end
 
@@ -350,7 +372,7 @@ class Tape(TorchDispatchMode):
         old = self.trace.storages[found[0]]
         if old.nbytes == storage.nbytes():
             return
-        self._release(found[0])
+        self.release(found[0], self.now())
         number = self._allocate(storage.nbytes(), old.device, old.operator, old.shape, old.dtype, self.now())
         self.trace.storages[number].kind, self.trace.storages[number].name = "gathered", old.name
         self._live[storage._cdata] = number, found[1]
@@ -359,7 +381,7 @@ class Tape(TorchDispatchMode):
         """Marks what travels; a functional collective's inputs are held until it is waited for."""
         inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         for tensor in (*inputs, *outputs):
-            number = self._number(tensor)
+            number = self.number(tensor)
             if number is not None:
                 self.trace.storages[number].travels = True
         if func.namespace == "_c10d_functional":
@@ -377,7 +399,7 @@ class Tape(TorchDispatchMode):
                 self._scratch(size, "cuBLAS")
         sizes = scratch_bytes(func, args)
         for number in [self._scratch(size, str(func)) for size in sizes]:
-            self._release(number)
+            self.release(number, self.now())
 
     def _scratch(self, size: int, operator: str) -> int:
         number = self._allocate(size, "cuda", operator, (size,), "uint8", self.now())

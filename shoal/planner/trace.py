@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from shoal.planner.launch import Launch, Moment
 
@@ -26,6 +30,32 @@ class Storage:
     """of the parameter that it belongs to"""
     travels: bool = False
     """a collective reads or writes it"""
+
+    def again(self, began: Moment, name: str) -> Storage:
+        """The same for another block, micro-batch or rank."""
+        return Storage(
+            self.nbytes, self.device, self.stream, self.operator, self.shape, self.dtype,
+            began, None, self.kind, name, self.travels,
+        )  # fmt: skip
+
+
+class Shape(NamedTuple):
+    """What a new tensor is like."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Shape:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the storage that a new one has."""
+        last = sum(stride * (size - 1) for size, stride in zip(self.sizes, self.strides, strict=True))
+        return (last + 1) * self.dtype.itemsize if all(self.sizes) else 0
 
 
 @dataclass

@@ -24,6 +24,7 @@ from shoal.tensors import map_tensors
 from shoal.train.rates import Rates, rates_of
 from shoal.train.setup import choose_objective
 
+PLAYED = ("gpipe", "1f1b", "interleaved_1f1b")
 ENOUGH = 3  # micro-batches: the first, which makes gradients, one that adds to them, and the last, which sends them
 
 Samples = Callable[[int], Any]
@@ -60,10 +61,23 @@ def work_of(settings: Settings) -> Work:
 
 
 def _enough(plan: Plan) -> int:
-    """Micro-batches after which nothing new happens; schedules that run all forward first keep them all."""
+    """Micro-batches after which nothing new happens; schedules that run all forward first keep them all.
+
+    A pipeline has twice as many in the rhythm of its schedule as fill it, or where each is simulated, as few as fill it.
+    """
     if plan.pipeline == 1:
         return ENOUGH
-    return 1 << 30 if plan.schedule in ("gpipe", "looped_bfs") else 2 * plan.stages
+    if plan.schedule in ("gpipe", "looped_bfs"):
+        return 1 << 30
+    return 4 * plan.pipeline if is_played(plan) else 2 * plan.stages
+
+
+def is_played(plan: Plan) -> bool:
+    """Whether micro-batches of a pipeline are alike, so that few are simulated: see `shoal.planner.pipelines`.
+
+    That is so where backwards are whole and in order, and parameters are not gathered by and by.
+    """
+    return plan.pipeline > 1 and plan.schedule in PLAYED and plan.zero_stage < 3
 
 
 def rates_without_data(settings: Settings, work: Work, cluster: Cluster) -> Rates:
