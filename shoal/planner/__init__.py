@@ -3,7 +3,8 @@
 - answers: `search` (`candidates`), `picture`, `page` (`strategies`), `predict`, `pool`, `show`; `choose`, the rule without a
   simulation
 - of a record: `memory` (with `allocator`) and `timing` (with `replay`, `cost` and `profile`)
-- the record of a step: `extend` (few blocks for many), `simulate`, `work` (what a job trains)
+- the record of a step: `pipelines` (few micro-batches and ranks for many, with `record`), `extend` (few blocks for many, with
+  `repeat`), `simulate`, `work` (what a job trains)
 - what stands for the real thing: `compiled` (with `fusion`), `buckets`, `stages`, `works`, `tape`, `fake_device`, `streams`
 - what a record is made of: `trace`, `launch`, `workspace`
 """

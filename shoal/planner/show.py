@@ -17,6 +17,7 @@ from shoal.planner.strategies import words_of
 from shoal.planner.timing import Timing
 
 SHOWN = 8  # plans of a search
+MOST_SHOWN = 6  # ranks
 PASSED = 4  # of those that were not simulated
 HOUR_S = 3600.0
 
@@ -27,11 +28,17 @@ def show(prediction: Prediction) -> None:
     console.print(f"{prediction.plan.describe()} on {prediction.cluster.describe()}", markup=False)
     table = Table(box=None, pad_edge=False)
     table.add_column("GiB")
-    for each in prediction.ranks:
+    ranks = _shown(prediction.ranks)
+    for each in ranks:
         table.add_column(_title(each), justify="right")
-    for name, values in _rows([each.memory for each in prediction.ranks]):
+    for name, values in _rows([each.memory for each in ranks]):
         table.add_row(name, *(f"{value / 2**30:.2f}" for value in values))
     console.print(table)
+    if left := [each.memory.device_bytes / 2**30 for each in prediction.ranks if each not in ranks]:
+        console.print(
+            f"         and {len(left)} more of the pipeline, {min(left):.2f} to {max(left):.2f} GiB; --json has all",
+            markup=False,
+        )
     worst = prediction.worst
     peak, verdict = worst.memory.peak, worst.verdict
     where = peak.moment.phase + (f" of {peak.moment.unit}" if peak.moment.unit else "")
@@ -47,6 +54,12 @@ def show(prediction: Prediction) -> None:
     for line in _step_lines(prediction.timing):
         console.print(line, markup=False)
     console.print(f"         simulated in {prediction.seconds:.1f} s", markup=False)
+
+
+def _shown(ranks: list[RankMemory]) -> list[RankMemory]:
+    """Those at the ends, and those with the most memory."""
+    most = sorted(ranks[1:-1], key=lambda each: -each.memory.device_bytes)[: MOST_SHOWN - 2]
+    return [each for each in ranks if each in (ranks[0], ranks[-1], *most)]
 
 
 def _step_lines(timing: Timing) -> list[str]:
