@@ -178,11 +178,12 @@ class Moved(NamedTuple):
         block, dot, rest = name[len(self.prefix) :].partition(".")
         return f"{self.prefix}{self.blocks.get(block, block)}{dot}{rest}"
 
-    def ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Of a group, which is another one if it lies in one place of the pipeline."""
-        if not all(rank in self.place for rank in ranks):
-            return ranks
-        return tuple(rank + self.offset for rank in ranks)
+    def ranks(self, launch: Launch) -> tuple[int, ...]:
+        """Who takes part: of a message the neighbour, of a collective another group if it lies in one place of the pipeline."""
+        message = launch.kind in ("send", "receive")
+        if not message and not all(rank in self.place for rank in launch.ranks):
+            return launch.ranks
+        return tuple(rank + self.offset for rank in launch.ranks)
 
 
 class Player:
@@ -268,14 +269,13 @@ class Player:
         return made
 
     def _launch(self, launch: Launch, moment: Moment, scope: _Scope, *, strict: bool) -> Launch:
-        on, ranks = launch.on, launch.ranks
+        on = launch.on
         if on is not None:
             found = scope.launches.get(on) or self.scope.launches.get(on)
             if found is None and self._moved is not None and strict:
                 raise NotAlikeError
             on = found or (on if self._moved is None else None)
-        if self._moved is not None and ranks:
-            ranks = self._moved.ranks(ranks)
+        ranks = launch.ranks if self._moved is None else self._moved.ranks(launch)
         new = launch.again(moment, self._name(launch.name), ranks, on)
         scope.launches[launch] = new
         return new
