@@ -114,7 +114,7 @@ def recorded(
         record = Record(rank, world.tape.trace, count)
         recorder = Recorder(record, world.tape, boundary.nbytes, micro_batches - count)
         stages_work(undo, recorder.around, record.stage_of)
-        _watch_schedules(undo, record, recorder)
+        _watch_schedules(undo, record)
         take_steps(work, plan, world, steps)
         record.require_whole()
         return record
@@ -179,7 +179,7 @@ class _ShardedStage(FSDPModule, Stage):
     """A stage whose schedule gathers it, and lets go of what was gathered."""
 
 
-def _watch_schedules(undo: ExitStack, record: Record, recorder: Recorder) -> None:
+def _watch_schedules(undo: ExitStack, record: Record) -> None:
     """Note when a step's schedule begins and has ended."""
     step, schedule = Pipeline.step, Pipeline._schedule
 
@@ -190,7 +190,7 @@ def _watch_schedules(undo: ExitStack, record: Record, recorder: Recorder) -> Non
                 record.stages.update(dict.fromkeys(stage.modules(), stage.index))
             record.sharded = any(isinstance(stage, FSDPModule) for stage in pipeline.stages)
         step(pipeline, *args, **kwargs)
-        recorder.leave()
+        record.left.append(len(record.trace.events))
 
     def enters(pipeline: Pipeline, *args: Any) -> Any:
         record.entered.append(len(record.trace.events))

@@ -304,23 +304,17 @@ class Recorder:
         self._record, self._tape, self._player = record, tape, Player(record, tape)
         self._received_bytes, self._left_out = received_bytes, left_out
         self._inside = False
-        self._held: list[int] = []
-        self._ended = 0
-        """when the last micro-batch had"""
 
     def around(self, part: Part, do: Callable[[], Any]) -> Any:
         """Do a part of a stage's work, or play it."""
         step = self._tape.now().step
         if self._record.is_played(step, part):
-            result = self._player.part(part)
-        elif self._inside or len(self._record.entered) == len(self._record.left):  # or no schedule runs
+            return self._player.part(part)
+        if self._inside or len(self._record.entered) == len(self._record.left):  # or no schedule runs
             return do()
-        else:
-            self._inside = True
-            result = self._do(step, part, do)
-            self._inside = False
-        if part.micro_batch:
-            self._ended = len(self._record.trace.events)
+        self._inside = True
+        result = self._do(step, part, do)
+        self._inside = False
         return result
 
     def _do(self, step: int, part: Part, do: Callable[[], Any]) -> Any:
@@ -329,8 +323,6 @@ class Recorder:
         result, given = do(), None
         if part.kind == "begin":
             self._take_received(begin)
-            if step > 0:  # what a schedule holds is seen in the first step
-                self._take_sent()
         elif part.kind in ("forward", "backward"):
             given = tree_map_only(Tensor, lambda tensor: self._given(tensor, before), result)
         elif (step, part) in pieces:  # modules of a stage are gathered one by one
@@ -348,28 +340,9 @@ class Recorder:
         here = [event for event in trace.events[begin:] if isinstance(event, int) and event >= 0]
         kept = [number for number in here if trace.storages[number].ended is None]
         received = [number for number in kept if trace.storages[number].nbytes == self._received_bytes]
-        if received:
-            self._take(received[-1], len(received) // self._record.count)
-
-    def _take_sent(self) -> None:
-        """Some schedules hold what they have sent until the end: take what they will hold of micro-batches that are left out."""
-        events = self._record.trace.events[self._ended :]
-        late = {~event for event in events if isinstance(event, int) and event < 0}
-        for (_, part), piece in self._record.pieces.items():
-            for number in piece.given & late if part.micro_batch == MODEL else ():
-                self._held += self._take(number, 1)
-
-    def _take(self, like: int, times: int) -> list[int]:
-        storage = self._record.trace.storages[like]
-        new = [storage.again(self._tape.now(), storage.name) for _ in range(times * self._left_out)]
-        return [self._tape.take(each) for each in new]
-
-    def leave(self) -> None:
-        """A step's schedule has ended."""
-        self._record.left.append(len(self._record.trace.events))
-        for number in self._held:
-            self._tape.release(number, self._tape.now())
-        self._held.clear()
+        for _ in range(len(received) // self._record.count * self._left_out):
+            like = trace.storages[received[-1]]
+            self._tape.take(like.again(self._tape.now(), like.name))
 
     def _given(self, tensor: Tensor, before: int) -> Given:
         number, shape = self._tape.number(tensor), Shape.of(tensor)

@@ -110,7 +110,7 @@ def simulated_world(
         undo.enter_context(mode)
         undo.enter_context(tape)
         tape.see_sizes(undo)
-        simulate_works(undo, tape, lets_go=device.type == "cuda")
+        simulate_works(undo, tape, holds=device.type == "cpu")
         simulate_compile(undo, tape)
         undo.callback(world._meshes.clear)
         undo.enter_context(_no_garbage())

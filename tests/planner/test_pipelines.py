@@ -121,8 +121,7 @@ def test_played_ranks_and_micro_batches_are_as_if_they_had_been_simulated(
 
 
 def test_micro_batches_that_are_left_out_have_their_memory() -> None:
-    plan = Plan(pipeline=2, schedule="interleaved_1f1b", compile=False)  # which also holds what it sends
-    build = partial(blocks, plan.stages)
+    plan, build = Plan(pipeline=2, compile=False), blocks
     some, all_of_them = played(work(build), plan, 16), played(work(build, 16), plan, 16)
     without = played(work(build), plan)
     for rank, trace in all_of_them.items():
