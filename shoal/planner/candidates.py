@@ -26,6 +26,7 @@ AGAIN = {"none": 1.0, "selective": 1.08, "full": 1.28}
 KEPT_SHARE = {"none": 1.0, "selective": 0.6, "full": 0.08}
 """of activations that are kept, roughly"""
 SMALLER = 0.06  # by how much products are less efficient for each halving by tensor
+BUCKETS_BYTES = 768 << 20  # on the device, while an optimizer's state is brought and sent
 HIDDEN = 0.85  # of the time of computing that collectives of sharding can hide behind
 
 
@@ -62,20 +63,24 @@ class Guess:
             axes.append(f"zero {plan.zero_stage}" + (" a node" if plan.replicate > 1 else ""))
         elif plan.replicate > 1:
             axes.append("copies")
-        return " x ".join(axes) or "one device"
+        kind = " x ".join(axes) or "one device"
+        return f"{kind}, {' and '.join(plan.offload)} in host memory" if plan.offload else kind
 
 
-def candidates(settings: Settings, cluster: Cluster) -> Iterator[Plan]:
+def candidates(settings: Settings, cluster: Cluster, offload: tuple[str, ...] = ()) -> Iterator[Plan]:
     """Every sensible plan that fits the job's sizes; what the job says of a plan's parts is kept.
 
     Tensor stays inside a node. A rank's micro-batch is a power of two.
+
+    Args:
+        offload: what all of them have in host memory.
     """
     said = settings.plan
     kept = said.model_dump(include=set(said.model_fields_set)) if said is not None else {}
     for keys in _degrees(settings, cluster):
         for more in _parts(settings, keys):
             try:
-                plan = Plan.model_validate(effective({**keys, **more, **kept}))
+                plan = Plan.model_validate(effective({"offload": offload, **keys, **more, **kept}))
                 check(settings.job, plan, cluster)
             except ValueError:
                 continue
@@ -168,7 +173,8 @@ def _state_bytes(plan: Plan, base: Base, settings: Settings) -> float:
         plan.tensor * plan.pipeline * plan.expert
     )  # at least: what is no expert is not cut by expert
     zero, cut = plan.zero_stage, plan.cut
-    moments = 0 if settings.optimizer.name == "sgd" else 8
+    kept = {"optimizer", "parameters"} - set(plan.offload)
+    moments = 0 if settings.optimizer.name == "sgd" or "optimizer" not in kept else 8
     bytes_of = {
         0: 8 + moments,
         1: (4 + moments) / cut + 4 + narrow,
@@ -176,7 +182,10 @@ def _state_bytes(plan: Plan, base: Base, settings: Settings) -> float:
         3: (8 + moments) / cut,
     }
     blocks = 2 * narrow * base.block_parameters / (plan.tensor * plan.expert) if zero == 3 else 0
-    return held * bytes_of[zero] + blocks
+    if "parameters" not in kept:  # masters, and gradients where they are reduced
+        bytes_of[zero] -= 8 / cut if zero else 8
+    moved = BUCKETS_BYTES if len(kept) < 2 else 0
+    return held * bytes_of[zero] + blocks + moved
 
 
 def _step_s(plan: Plan, base: Base, settings: Settings, costs: Costs) -> float:
@@ -191,6 +200,7 @@ def _step_s(plan: Plan, base: Base, settings: Settings, costs: Costs) -> float:
         computing
         + max(0.0, _sharding_s(plan, base, settings, costs, count) - HIDDEN * computing)
         + _update_s(plan, base, costs)
+        + _moving_s(plan, base, costs, count)
     )
 
 
@@ -228,8 +238,21 @@ def _sharding_s(plan: Plan, base: Base, settings: Settings, costs: Costs, count:
     return found
 
 
-def _update_s(plan: Plan, base: Base, costs: Costs) -> float:
-    held = (
+def _moving_s(plan: Plan, base: Base, costs: Costs, count: int) -> float:
+    """Over the link to host memory, of which little is hidden: see docs/plan.md."""
+    held = _kept(plan, base)
+    moved = 16.0 if "optimizer" in plan.offload else 0.0
+    if "parameters" in plan.offload:
+        moved += 4 * (2 * count if plan.zero_stage == 3 else 1) + 4 + 4 + 4
+    return costs.host_copy(moved * held) if moved else 0.0
+
+
+def _kept(plan: Plan, base: Base) -> float:
+    """Parameters that a rank keeps after all cutting."""
+    return (
         base.parameters / (plan.tensor * plan.pipeline * plan.expert) / (plan.cut if plan.zero_stage else 1)
     )
-    return costs.moving(36 * held)
+
+
+def _update_s(plan: Plan, base: Base, costs: Costs) -> float:
+    return costs.moving(36 * _kept(plan, base))

@@ -2,7 +2,8 @@
 
 All sensible plans are enumerated. Those whose parameters, gradients and optimizer alone do not fit are out. The rest is ordered
 by a guess, and simulated from the top, the best of each kind first, so that there is an answer to "why not copies, or tensor?",
-until what is left is slower than the best by more than guesses are off.
+until what is left is slower than the best by more than guesses are off. Where none fits, plans are tried that have the optimizer,
+or parameters too, in host memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shoal.models.units import find_units
 from shoal.parallel.initialise import build_on_meta
 from shoal.plan import Plan
 from shoal.planner.candidates import Base, Guess, candidates, guess
-from shoal.planner.cost import costs_of
+from shoal.planner.cost import Costs, costs_of
 from shoal.planner.extend import simulate_extended
 from shoal.planner.memory import CONTEXT_BYTES, Category, Fit, most_of
 from shoal.planner.pool import predictor
@@ -31,6 +32,8 @@ from shoal.planner.work import work_of
 MOST = 24  # simulations of a search
 AT_ONCE = 4  # simulations, before it is asked again which may still be the best
 UNSURE = 0.08  # of a guess, beside what those of its kind were off
+OFFLOADS = (("optimizer",), ("optimizer", "parameters"))  # where nothing fits without
+LAST = 8  # simulations of plans with these
 LIKELY = 1.15  # of a device's memory, by a guess: above, a plan is not simulated while others are left
 Told = Callable[[str, int, int], None]
 
@@ -112,20 +115,32 @@ def search(
     """
     began = time.perf_counter()
     costs = costs_of(cluster, profile)
-    guesses = [guess(plan, base, settings, costs) for plan in _distinct(candidates(settings, cluster))]
+    memory = cluster.device.memory_bytes
+    guesses = _guesses(settings, cluster, base, costs, [()])
     if not guesses:
         raise ValueError(
             f"no plan deals out train.global_batch = {settings.train.global_batch} to {cluster.num_devices} devices; use a "
             "multiple of them"
         )
     fitting = [each for each in guesses if states_fit(each, cluster)]
-    looking = _Looking(in_order(fitting, cluster.device.memory_bytes), most, cluster.device.memory_bytes)
-    expected = min(most, len(fitting))
+    looking = _Looking(in_order(fitting, memory), most, memory)
+    expected = min(most, len(fitting)) or LAST
     with predictor(settings, expected, expandable=expandable, profile=profile) as ask:
-        while wanted := looking.next_few():
-            for index, result in ask([(each.plan, cluster) for each in wanted]):
-                looking.seen(wanted[index], result)
-                tell(wanted[index].plan.describe(), looking.simulated, expected)
+
+        def look(expected: int) -> None:
+            while wanted := looking.next_few():
+                for index, result in ask([(each.plan, cluster) for each in wanted]):
+                    looking.seen(wanted[index], result)
+                    tell(wanted[index].plan.describe(), looking.simulated, expected)
+
+        look(expected)
+        if not looking.ranked and not (settings.plan and "offload" in settings.plan.model_fields_set):
+            moved = _guesses(settings, cluster, base, costs, OFFLOADS)
+            guesses += moved
+            smaller = [each for each in moved if states_fit(each, cluster)]
+            fitting += smaller
+            looking.add(in_order(smaller, memory), LAST)
+            look(looking.simulated + min(LAST, len(smaller)))
     ranked = sorted(looking.ranked, key=lambda each: each.timing.seconds)
     return Found(
         ranked,
@@ -155,6 +170,10 @@ class _Looking:
     @property
     def simulated(self) -> int:
         return len(self.ranked) + len(self.rejected)
+
+    def add(self, order: Sequence[Guess], more: int) -> None:
+        """Look among other plans, too, of which so many may be simulated."""
+        self._left, self._most = [*order, *self._left], self.simulated + more
 
     def next_few(self) -> list[Guess]:
         """The plans to simulate next; none when the search is done."""
@@ -211,6 +230,13 @@ class _Looking:
             Rejected(each.plan, f"not simulated; by a guess {1e3 * self._at_best(each):,.0f} ms at best")
             for each in (*first, *rest)
         ]
+
+
+def _guesses(
+    settings: Settings, cluster: Cluster, base: Base, costs: Costs, offloads: Sequence[tuple[str, ...]]
+) -> list[Guess]:
+    plans = (plan for offload in offloads for plan in candidates(settings, cluster, offload))
+    return [guess(plan, base, settings, costs) for plan in _distinct(plans)]
 
 
 def _distinct(plans: Iterator[Plan]) -> list[Plan]:

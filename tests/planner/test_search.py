@@ -58,6 +58,40 @@ def test_what_is_not_simulated_could_not_have_won(monkeypatch: pytest.MonkeyPatc
     assert everything.simulated > found.simulated
 
 
+def in_host_memory(settings: Settings, plan: Plan, cluster: Cluster, **_: Any) -> Prediction:
+    """Nothing fits whose optimizer is on the device."""
+    gib = 1.0 if "optimizer" in plan.offload else 10_000.0
+    prediction = made_prediction(settings, plan, cluster, gib=gib)
+    return prediction._replace(timing=made_timing(plan, 2.0 if "parameters" in plan.offload else 1.0))
+
+
+def test_where_nothing_fits_host_memory_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "predict", in_host_memory)
+    monkeypatch.setattr(pool, "FEW", 1000)
+    found = search(made_settings(), Cluster.parse("8 h100"), BASE, most=6)
+    assert found.ranked[0].plan.offload == ("optimizer",)  # and "parameters" too where it may be faster, which it is not
+    assert (
+        sum(not each.plan.offload for each in found.rejected) == 6
+    )  # as many as asked for, and then a few more
+    assert found.simulated <= 6 + search_module.LAST
+    assert found.considered == found.too_large + found.simulated + len(found.passed_over)
+
+
+def test_what_the_job_says_of_offload_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "predict", in_host_memory)
+    monkeypatch.setattr(pool, "FEW", 1000)
+    found = search(made_settings(plan={"offload": []}), Cluster.parse("8 h100"), BASE, most=6)
+    assert not found.ranked and not any(each.plan.offload for each in found.rejected)
+
+
+def test_a_model_whose_states_fit_only_in_host_memory_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "predict", in_host_memory)
+    monkeypatch.setattr(pool, "FEW", 1000)
+    large = BASE._replace(parameters=100 * GIB)  # 16 bytes each, over 8 devices of 80 GiB
+    found = search(made_settings(), Cluster.parse("8 h100"), large)
+    assert found.ranked and all(each.plan.offload for each in found.ranked)
+
+
 @pytest.mark.usefixtures("instantly")
 def test_no_more_are_simulated_than_asked_for() -> None:
     told: list[tuple[str, int, int]] = []
