@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +38,8 @@ class End(NamedTuple):
     """its process is not there any more, and nobody saw how it ended"""
     stopped: bool = False
     """by SIGSTOP, as a debugger or Ctrl-Z does"""
+    silent: bool = False
+    """it did not write its stack when it was asked last, so that this is an earlier one, or none"""
 
     @property
     def signal(self) -> str | None:
@@ -92,8 +94,14 @@ class Scene(NamedTuple):
     """a machine that ended, or was not heard any more, while its ranks ran"""
 
 
-def read_ends(folder: Path, codes: dict[int, tuple[int | None, float]]) -> list[End]:
-    """How each rank ended, from its files and its (exit code, time)."""
+def read_ends(
+    folder: Path, codes: dict[int, tuple[int | None, float]], silent: Collection[int] = ()
+) -> list[End]:
+    """How each rank ended, from its files and its (exit code, time).
+
+    Args:
+        silent: ranks that did not write their stacks when they were asked last.
+    """
     ends = []
     for rank, (code, time) in sorted(codes.items()):
         files = RankFiles.of(folder, rank)
@@ -101,7 +109,8 @@ def read_ends(folder: Path, codes: dict[int, tuple[int | None, float]]) -> list[
         status = read_status(files.status)
         error = read_error(files.error) or told_by(status)
         stopped = code is None and _process_state(status) == "T"
-        ends.append(End(rank, code, time, status, error, main_stack(stack), stopped=stopped))
+        stack = main_stack(stack)
+        ends.append(End(rank, code, time, status, error, stack, stopped=stopped, silent=rank in silent))
     return ends
 
 
@@ -318,6 +327,8 @@ def _stuck(scene: Scene) -> Culprit:
     time = f"for {scene.stalled_s:.0f} s " if scene.stalled_s else ""
     headline = f"rank {end.rank} is stuck {time}{end.place}"
     details = [absence] * bool(absence) + ["its process is stopped (SIGSTOP)"] * end.stopped
+    if end.silent:
+        return Culprit(end.rank, headline, [*details, *["it did not say where it is"] * (not end.stopped)])
     details += [f"at {line}"] if (line := line_of(end.stack)) else []
     details += [f"  {path}:{line} in {name}" for path, line, name in _frames(end.stack)[:8]]
     return Culprit(end.rank, headline, details)

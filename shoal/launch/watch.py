@@ -6,12 +6,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from shoal.launch.errors import RankFiles
 from shoal.launch.failure import End, Scene, holds_up, is_compiling, line_of, read_ends
 from shoal.launch.progress import CallWatch, Quiet
 from shoal.launch.ranks import Crew
@@ -82,6 +83,8 @@ class Watch:
     passed_on: int = 0
     made_room: bool = False
     warned: float = 0.0
+    silent: Sequence[int] = ()
+    """ranks that did not write their stacks when they were asked last"""
     began: float = field(default_factory=time.monotonic)
     began_at: float = field(default_factory=time.time)
     """since 1970"""
@@ -121,7 +124,7 @@ class Watch:
             self.nursery.send(signal.SIGKILL)
 
     def ends(self) -> list[End]:
-        return read_ends(self.folder, self.nursery.codes())
+        return read_ends(self.folder, self.nursery.codes(), self.silent)
 
     def _ended_well(self) -> bool:
         if self.nursery.lost or self.nursery.gone or any(code for code, _ in self.nursery.ended.values()):
@@ -168,9 +171,21 @@ class Watch:
         return scene
 
     def _take_stacks(self) -> None:
-        if self.nursery.alive:
+        """Let ranks write their stacks; one that does not, since its main thread takes no signal, is remembered for it."""
+        if alive := self.nursery.alive:
+            before = self._written(alive)
             self.nursery.send(signal.SIGUSR1)
             self.nursery.pause(STACK_S)
+            after = self._written(alive)
+            self.silent = [rank for rank in alive if before[rank] == after[rank]]
+
+    def _written(self, ranks: Sequence[int]) -> dict[int, int]:
+        """Bytes of the stacks of each rank."""
+        found = {}
+        for rank in ranks:
+            path = RankFiles.of(self.folder, rank).stack
+            found[rank] = path.stat().st_size if path.exists() else 0
+        return found
 
     def _stalled_s(self, ends: list[End]) -> float:
         changes = [end.status.monotonic for end in ends if end.status]
@@ -191,7 +206,7 @@ class Watch:
             self.warned = float("inf")
             slow, absence = holds_up(ends, self._read_calls())
             text = f"no rank has moved for {stalled_s:.0f} s; rank {slow.rank} is {slow.place}"
-            text += f", at {line}" if (line := line_of(slow.stack)) else ""
+            text += f", at {line}" if not slow.silent and (line := line_of(slow.stack)) else ""
             text += f"; {absence}" if absence else ""
             self._alert(slow.rank, f"{text}; all are stopped after {self.deadline_s:g} s")
 

@@ -61,11 +61,19 @@ def read_forever() -> None:
     time.sleep(1000)
 
 
+def read_forever_and_be_deaf() -> None:
+    """As a main thread in native code that lets no signal through, after it has told where it was."""
+    os.kill(os.getpid(), signal.SIGUSR1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    read_forever()
+
+
 FAULTS = {
     "raise": raise_error,
     "full": raise_error_with_no_room_for_it,
     "kill": kill_itself,
     "stuck": read_forever,
+    "deaf": read_forever_and_be_deaf,
 }
 
 

@@ -82,7 +82,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Fai
     @functools.cache
     def launched(fault: str, phase: str) -> Failed:
         folder, shown = tmp_path_factory.mktemp(f"{fault}-{phase}"), io.StringIO()
-        deadline_s = 3.0 if fault == "stuck" else 60.0
+        deadline_s = 3.0 if fault in ("stuck", "deaf") else 60.0
         begin = time.monotonic()
         with contextlib.redirect_stderr(shown), pytest.MonkeyPatch.context() as patch:
             patch.setattr(Ranks, "start", start)
@@ -134,6 +134,19 @@ def test_a_rank_whose_error_finds_no_room_on_the_disk_is_told_with_it(
     assert not (folder / "ranks" / "1.error.json").exists()
     assert outcome.report.startswith(CAUSES["raise"].format("step"))
     assert f"targets.py:{line_of('raise ValueError')} in raise_error: raise ValueError(" in outcome.report
+
+
+def test_no_line_is_told_of_a_rank_that_did_not_answer_when_it_was_asked(
+    failed: Callable[[str, str], Failed],
+) -> None:
+    outcome, _, folder, shown = failed("deaf", "step")
+    earlier = f"targets.py:{line_of('os.kill(os.getpid(), signal.SIGUSR1)')} in read_forever_and_be_deaf"
+    assert "read_forever_and_be_deaf" in (folder / "ranks" / "1.stack").read_text()
+    (alert,) = (line for line in shown.splitlines() if line.startswith("no rank has moved for"))
+    assert "rank 1 is in step 3, phase step; rank 1 did not come to all_reduce" in alert
+    assert outcome.report.startswith("rank 1 is stuck")
+    assert "  it did not say where it is\n" in outcome.report
+    assert earlier not in outcome.report and earlier not in alert
 
 
 def test_a_stuck_rank_is_shown_with_its_stack_and_warned_of_first(

@@ -69,7 +69,9 @@ def test_where_nothing_fits_host_memory_is_tried(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(pool, "predict", in_host_memory)
     monkeypatch.setattr(pool, "FEW", 1000)
     found = search(made_settings(), Cluster.parse("8 h100"), BASE, most=6)
-    assert found.ranked[0].plan.offload == ("optimizer",)  # and "parameters" too where it may be faster, which it is not
+    assert found.ranked[0].plan.offload == (
+        "optimizer",
+    )  # and "parameters" too where it may be faster, which it is not
     assert (
         sum(not each.plan.offload for each in found.rejected) == 6
     )  # as many as asked for, and then a few more
