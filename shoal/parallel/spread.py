@@ -13,8 +13,9 @@ from shoal.layout import Layout
 from shoal.parallel.context import apply_context, cut_batch
 from shoal.parallel.expert import apply_expert, require_experts
 from shoal.parallel.layout import layout_of, modules_named
-from shoal.parallel.pipeline import Pipeline, apply_pipeline, require_stages
+from shoal.parallel.pipeline import Pipeline, apply_pipeline
 from shoal.parallel.replicate import core
+from shoal.parallel.stages import require_stages
 from shoal.parallel.tensor import apply_tensor, require_divisible
 from shoal.plan import Plan
 from shoal.world import World

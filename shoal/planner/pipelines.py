@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shoal.cluster import Cluster
-from shoal.parallel.pipeline import Pipeline, Stage, stages_of_rank
+from shoal.parallel.pipeline import Pipeline, Stage
+from shoal.parallel.stages import stages_of_rank
 from shoal.plan import Plan
 from shoal.planner.extend import alike_blocks
 from shoal.planner.fake_device import replace

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shoal.parallel.pipeline import stages_of_rank
+from shoal.parallel.stages import stages_of_rank
 from shoal.plan import Plan
 from shoal.planner.launch import Launch, Moment
 from shoal.planner.stages import Part, Waiting

@@ -34,9 +34,10 @@ from shoal.plan import Plan
 from shoal.planner.buckets import SimulatedCopies
 from shoal.planner.compiled import simulate_compile
 from shoal.planner.fake_device import FakeDevice, fake_device, outside, replace
+from shoal.planner.mode import SimulatedMode
 from shoal.planner.pieces import simulate_pieces
 from shoal.planner.stages import Boundary, shapes_between_stages
-from shoal.planner.tape import SimulatedMode, Tape
+from shoal.planner.tape import Tape
 from shoal.planner.trace import Trace
 from shoal.planner.works import simulate_works
 from shoal.train.objective import Objective, output_of

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._guards import TracingContext, active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._mode_utils import no_dispatch
@@ -35,6 +35,7 @@ from shoal.planner.launch import (
     parts_of,
     travel_of,
 )
+from shoal.planner.mode import SimulatedMode
 from shoal.planner.streams import Streams
 from shoal.planner.trace import Shape, Storage, Trace
 from shoal.planner.workspace import MATMULS, blas_workspace_bytes, scratch_bytes
@@ -50,27 +51,6 @@ IN_PLACE: dict[Any, Any] = {
 """what gradients of indexing do to a tensor of zeros; while operators are looked at, torch makes a second one"""
 ZEROS = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
 UNSEEN = 2**63  # nodes that accumulate gradients have a number that no operation has
-
-
-class SimulatedMode(FakeTensorMode):
-    """The mode of a simulated world's tensors. A tape that is paused sees through it what runs between compiled graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tape: Tape | None = None
-        self._inside = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        run = super().__torch_dispatch__
-        if self.tape is None or self._inside or not self.tape.between_graphs:
-            return run(func, types, args, kwargs)
-        self._inside = True  # operators of which this one is made are not seen
-        try:
-            return self.tape.sees(
-                func, types, args, kwargs or {}, lambda func, args, kwargs: run(func, types, args, kwargs)
-            )
-        finally:
-            self._inside = False
 
 
 class Tape(TorchDispatchMode):

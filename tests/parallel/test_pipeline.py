@@ -15,8 +15,8 @@ from torch import Tensor
 from shoal.checkpoint.folder import list_checkpoints
 from shoal.checkpoint.store import load, model_state, save
 from shoal.parallel.apply import parallelize
-from shoal.parallel.pipeline import split_blocks, stages_of_rank
 from shoal.parallel.spread import require_layout
+from shoal.parallel.stages import split_blocks, stages_of_rank
 from shoal.plan import Plan
 from shoal.train.objective import NextToken
 from shoal.train.optimizer import AdamW
