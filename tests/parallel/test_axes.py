@@ -129,12 +129,6 @@ def test_eight_ranks_on_three_axes() -> None:
     check(run_ranks(8, run_plan, plan, "fp64", OPTIMIZER, STEPS, DEEP), by_hand(DEEP))
 
 
-def test_a_compiled_block_keeps_its_collectives() -> None:
-    plan = Plan(tensor=2, compile=True)
-    dims = DEEP._replace(layers=2)
-    check(run_ranks(2, run_plan, plan, "fp64", OPTIMIZER, STEPS, dims, timeout=300), by_hand(dims))
-
-
 @pytest.mark.parametrize("keys", MICRO_BATCHES, ids=named)
 def test_a_pipelines_gradients_do_not_depend_on_its_micro_batches(keys: dict[str, Any]) -> None:
     check(found(keys), by_hand(DEEP))

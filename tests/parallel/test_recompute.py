@@ -303,7 +303,7 @@ def test_what_is_compiled_computes_the_same(keys: dict[str, Any]) -> None:
     right = run_ranks(1, run_plan, plan_of(), "fp64", OPTIMIZER, 3, FEW)[0]
     plan = plan_of(**keys)
     for record, graphs, _ in run_ranks(plan.world_size, run_and_count, plan, timeout=300):
-        assert graphs == 2  # one for equal blocks, of which there are two kinds
+        assert graphs == 2  # one for equal blocks, of which there are two kinds; collectives are inside
         # angles' sines are of fp32, and the compiler's are other ones: 1e-7 of what positions add to scores of about 1e-4
         assert record.losses == pytest.approx(right.losses, rel=1e-10)
         assert record.norms == pytest.approx(right.norms, rel=1e-9)
