@@ -183,7 +183,7 @@ def _state_bytes(plan: Plan, base: Base, settings: Settings) -> float:
     }
     blocks = 2 * narrow * base.block_parameters / (plan.tensor * plan.expert) if zero == 3 else 0
     if "parameters" not in kept:  # masters, and gradients where they are reduced
-        bytes_of[zero] -= 8 / cut if zero else 8
+        bytes_of[zero] -= 8 / cut if zero != 1 else 4 / cut  # ZeRO-1 adds them up on the device
     moved = BUCKETS_BYTES if len(kept) < 2 else 0
     return held * bytes_of[zero] + blocks + moved
 

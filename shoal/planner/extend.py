@@ -53,8 +53,12 @@ def shallowest(work: Work) -> Work:
     return work._replace(build=_shortened(work.build, 2)) if alike_blocks(work) > 2 else work
 
 
-def alike_blocks(work: Work) -> int:
-    """How many blocks a model has in one list that are all alike; 0 if they are not, or it cannot be built without storage."""
+def alike_blocks(work: Work, *, numbered: bool = True) -> int:
+    """How many blocks a model has in one list that are all alike; 0 if they are not, or it cannot be built without storage.
+
+    Args:
+        numbered: those that know their own number are alike all the same.
+    """
     model = build_on_meta(work.build)
     units = find_units(model) if model is not None else []
     if len({unit.name.rpartition(".")[0] for unit in units}) != 1 or model is None:
@@ -62,20 +66,22 @@ def alike_blocks(work: Work) -> int:
     container = model.get_submodule(units[0].name.rpartition(".")[0])
     if not isinstance(container, nn.ModuleList | nn.Sequential) or len(container) != len(units):
         return 0
-    first = _signature(units[0])
-    return len(units) if all(_signature(unit) == first for unit in units[1:]) else 0
+    first = _signature(units[0], numbered)
+    return len(units) if all(_signature(unit, numbered) == first for unit in units[1:]) else 0
 
 
-def _signature(unit: Unit) -> list[Any]:
+def _signature(unit: Unit, numbered: bool) -> list[Any]:
     """What a block is made of; two with the same compute the same on inputs of the same shape."""
     found: list[Any] = []
     for name, module in unit.module.named_modules():
         plain = {
             key: value
             for key, value in vars(module).items()
-            if isinstance(value, str | bool | int | float | tuple) and "idx" not in key and "index" not in key
+            if isinstance(value, str | bool | int | float | tuple)
+            and not (numbered and ("idx" in key or "index" in key))
         }
-        tensors = [(key, tuple(t.shape), t.dtype) for key, t in module.named_parameters(recurse=False)]
+        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        tensors = [(key, tuple(t.shape), t.dtype, t.requires_grad) for key, t in own]
         found.append((name, type(module), sorted(plain.items(), key=lambda item: item[0]), tensors))
     return found
 

@@ -2,14 +2,15 @@
 like stages from the record of one rank.
 
 What a schedule does between its stages' parts (messages, buffers, the order) is torch's own code, which runs for each rank. What
-is played is what a stage does in one part, such as forward of a micro-batch. The first two and the last micro-batch of a step
-are simulated as they are: memory is taken in the first, the others are played from the second, and the last shows whether
-they are like it. Where a record does not fit, all is simulated.
+is played is what a stage does in one part, such as forward of a micro-batch. The first micro-batch of each step is simulated:
+memory is taken in it. From the second of the first step all others are played, but for the last of later steps, which is simulated
+and shows whether they are like it. Where a record does not fit, all is simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -22,9 +23,9 @@ from shoal.parallel.stages import stages_of_rank
 from shoal.plan import Plan
 from shoal.planner.extend import alike_blocks
 from shoal.planner.fake_device import replace
-from shoal.planner.record import MODEL, Moved, NotAlikeError, Player, Record, Recorder
-from shoal.planner.simulate import STEPS, SimulatedWorld, Work, simulate, simulated_world, take_steps
-from shoal.planner.stages import Boundary, stages_work
+from shoal.planner.record import MODEL, Moved, NotAlikeError, Player, Record, Recorder, take_received
+from shoal.planner.simulate import STEPS, SimulatedWorld, Work, simulated_world, take_steps
+from shoal.planner.stages import Boundary, Part, stages_work
 from shoal.planner.trace import Trace
 from shoal.planner.work import is_played
 
@@ -45,7 +46,26 @@ def simulate_stages(
             return _by_records(work, plan, cluster, boundary, ranks, micro_batches, steps)
         except NotAlikeError:
             pass
-    return {rank: simulate(work, plan, cluster, rank, steps=steps, boundary=boundary) for rank in ranks}
+    return {rank: _whole(work, plan, cluster, rank, boundary, micro_batches, steps) for rank in ranks}
+
+
+def _whole(
+    work: Work, plan: Plan, cluster: Cluster, rank: int, boundary: Boundary, micro_batches: int, steps: int
+) -> Trace:
+    """Simulate all of a rank."""
+    count = len(work.batch(plan, rank, 0).micro_batches)
+    with simulated_world(cluster, rank, plan.world_size, boundary=boundary) as world, ExitStack() as undo:
+        tape = world.tape
+
+        def around(part: Part, do: Callable[[], Any]) -> Any:
+            begin, result = len(tape.trace.events), do()
+            if part.kind == "begin":
+                take_received(tape, begin, boundary.nbytes, count, micro_batches - count)
+            return result
+
+        stages_work(undo, around, lambda _: -1)
+        take_steps(work, plan, world, steps)
+        return tape.trace
 
 
 def _by_records(
@@ -71,7 +91,7 @@ def _by_records(
             found[rank] = played(record, plan, cluster, rank, boundary, steps=steps)
             continue
         record = recorded(work, plan, cluster, rank, boundary, micro_batches=micro_batches, steps=steps)
-        kinds = kinds or _kinds(record, plan, alike=alike_blocks(work) > 0)
+        kinds = kinds or _kinds(record, plan, alike=alike_blocks(work, numbered=False) > 0)
         found[rank] = record.trace
         records[kinds[place]] = record
     return found
@@ -149,13 +169,17 @@ def played(
 
 @contextmanager
 def _told_apart() -> Iterator[None]:
-    """What is raised in a stage's forward torch gives as the cause of an error of its own."""
+    """What is raised in a stage's forward torch gives as the cause of an error of its own, and writes a log of the schedule."""
+    log = logging.getLogger("torch.distributed.pipelining.schedules")
+    before, log.disabled = log.disabled, True
     try:
         yield
     except RuntimeError as error:
         if isinstance(error.__cause__, NotAlikeError):
             raise error.__cause__ from None
         raise
+    finally:
+        log.disabled = before
 
 
 def _passed_on(pipeline: Pipeline) -> Tensor:

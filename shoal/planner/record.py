@@ -277,6 +277,7 @@ class Player:
             on = found or (on if self._moved is None else None)
         ranks = launch.ranks if self._moved is None else self._moved.ranks(launch)
         new = launch.again(moment, self._name(launch.name), ranks, on)
+        new.made = -1  # a number of the record's
         scope.launches[launch] = new
         return new
 
@@ -322,7 +323,7 @@ class Recorder:
         begin, before = len(trace.events), len(trace.storages)
         result, given = do(), None
         if part.kind == "begin":
-            self._take_received(begin)
+            take_received(self._tape, begin, self._received_bytes, self._record.count, self._left_out)
         elif part.kind in ("forward", "backward"):
             given = tree_map_only(Tensor, lambda tensor: self._given(tensor, before), result)
         elif (step, part) in pieces:  # modules of a stage are gathered one by one
@@ -334,18 +335,22 @@ class Recorder:
             self._record.require_alike(part.stage)
         return result
 
-    def _take_received(self, begin: int) -> None:
-        """A schedule has memory for each micro-batch that it will receive: take that of micro-batches that are left out."""
-        trace = self._record.trace
-        here = [event for event in trace.events[begin:] if isinstance(event, int) and event >= 0]
-        kept = [number for number in here if trace.storages[number].ended is None]
-        received = [number for number in kept if trace.storages[number].nbytes == self._received_bytes]
-        for _ in range(len(received) // self._record.count * self._left_out):
-            like = trace.storages[received[-1]]
-            self._tape.take(like.again(self._tape.now(), like.name))
-
     def _given(self, tensor: Tensor, before: int) -> Given:
         number, shape = self._tape.number(tensor), Shape.of(tensor)
         if number is None or number < before or tensor.untyped_storage().nbytes() != shape.nbytes:
             raise NotAlikeError
         return Given(number, shape, tensor.requires_grad)
+
+
+def take_received(tape: Tape, begin: int, nbytes: int, simulated: int, left_out: int) -> None:
+    """A schedule has memory for each micro-batch that it will receive: take that of micro-batches that are left out.
+
+    Args:
+        begin: the event at which the schedule began to take it.
+        nbytes: of what comes from another stage.
+    """
+    storages = tape.trace.storages
+    here = [event for event in tape.trace.events[begin:] if isinstance(event, int) and event >= 0]
+    kept = [number for number in here if storages[number].ended is None and storages[number].nbytes == nbytes]
+    for _ in range(len(kept) // simulated * left_out):
+        tape.take(storages[kept[-1]].again(tape.now(), storages[kept[-1]].name))

@@ -72,8 +72,11 @@ class StuckError(RuntimeError):
     """Ranks wait for messages that nobody sends."""
 
 
-def replay(traces: dict[int, Trace], costs: Costs) -> StepTime:
+def replay(traces: dict[int, Trace], costs: Costs, micro_batches: int = 1) -> StepTime:
     """Time the counted step of ranks that were simulated, such as one of each place in a pipeline.
+
+    Args:
+        micro_batches: that were recorded.
 
     Raises:
         StuckError: messages do not match.
@@ -94,7 +97,9 @@ def replay(traces: dict[int, Trace], costs: Costs) -> StepTime:
             )
     seconds = max(rank.end for rank in ranks)
     return StepTime(
-        seconds, [rank.found(seconds) for rank in ranks], max(rank.per_micro_batch() for rank in ranks)
+        seconds,
+        [rank.found(seconds) for rank in ranks],
+        max(rank.per_micro_batch(micro_batches) for rank in ranks),
     )
 
 
@@ -283,9 +288,9 @@ class _Rank:
             return seconds
         return seconds * slow if seconds * slow <= together else together + seconds - together / slow
 
-    def per_micro_batch(self) -> float:
+    def per_micro_batch(self, recorded: int) -> float:
         """What one more micro-batch takes on this rank, of those of which there are several."""
-        return self._lanes.per_micro_batch(len(self.known))
+        return self._lanes.per_micro_batch(len(self.known), recorded)
 
     def found(self, step_s: float) -> RankTime:
         """What came of it; until the slowest rank has ended, this one waits."""
@@ -330,7 +335,7 @@ class _Lanes:
     def spans(self) -> list[Span]:
         return [*self._compute, *self._sent]
 
-    def per_micro_batch(self, ranks: int) -> float:
+    def per_micro_batch(self, ranks: int, recorded: int) -> float:
         """From the second forward of the first block to the third; of a pipeline in its rhythm, from one to that which is as many
         later as there are ranks, since they come in groups of so many. With too few, what is computed for one.
 
@@ -340,7 +345,7 @@ class _Lanes:
         work = [span for span in self._compute if span.phase in ("forward", "backward")]
         first = next((span for span in work if span.micro_batch is not None), None)
         if first is None:
-            return sum(span.end_s - span.begin_s for span in work)
+            return sum(span.end_s - span.begin_s for span in work) / recorded
         starts = [span for span in work if (span.name, span.phase) == (first.name, "forward")]
         backward = next((span for span in work if span.phase == "backward"), None)
         if len(starts) > 2 and backward is not None and backward.begin_s < starts[1].begin_s:

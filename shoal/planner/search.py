@@ -33,7 +33,7 @@ MOST = 24  # simulations of a search
 AT_ONCE = 4  # simulations, before it is asked again which may still be the best
 UNSURE = 0.08  # of a guess, beside what those of its kind were off
 OFFLOADS = (("optimizer",), ("optimizer", "parameters"))  # where nothing fits without
-LAST = 8  # simulations of plans with these
+LAST = 6  # simulations of plans with these
 LIKELY = 1.15  # of a device's memory, by a guess: above, a plan is not simulated while others are left
 Told = Callable[[str, int, int], None]
 
@@ -139,7 +139,7 @@ def search(
             guesses += moved
             smaller = [each for each in moved if states_fit(each, cluster)]
             fitting += smaller
-            looking.add(in_order(smaller, memory), LAST)
+            looking.begin_again(in_order(smaller, memory), LAST)
             look(looking.simulated + min(LAST, len(smaller)))
     ranked = sorted(looking.ranked, key=lambda each: each.timing.seconds)
     return Found(
@@ -155,8 +155,8 @@ def search(
 class _Looking:
     """Plans in the order in which they are simulated, as long as one may be faster than the best that was found.
 
-    The best of each kind comes first. How far guesses are from simulations is learned on the way, for each kind. Stages of a
-    pipeline are simulated one by one, and whole: they come last.
+    The best of each kind comes first. How far guesses are from simulations is learned on the way, for each kind. Pipelines take
+    longer to simulate: they come last, but take turns with the others while none was found that fits.
     """
 
     def __init__(self, order: Sequence[Guess], most: int, memory_bytes: int | None) -> None:
@@ -166,14 +166,16 @@ class _Looking:
         self._off: dict[str, float] = {}
         """by kind, the least that a simulation took of what was guessed"""
         self._kinds: set[str] = set()
+        self._passed: list[Guess] = []
 
     @property
     def simulated(self) -> int:
         return len(self.ranked) + len(self.rejected)
 
-    def add(self, order: Sequence[Guess], more: int) -> None:
-        """Look among other plans, too, of which so many may be simulated."""
-        self._left, self._most = [*order, *self._left], self.simulated + more
+    def begin_again(self, order: Sequence[Guess], more: int) -> None:
+        """Look among other plans, of which so many may be simulated; those that are left now are passed over."""
+        self._passed += self._left
+        self._left, self._most = list(order), self.simulated + min(more, len(order))
 
     def next_few(self) -> list[Guess]:
         """The plans to simulate next; none when the search is done."""
@@ -184,10 +186,12 @@ class _Looking:
                 first.append(each)
         light = [each for each in self._left if each.plan.pipeline == 1 and self._may_win(each)]
         heavy = [each for each in self._left if each.plan.pipeline > 1 and self._may_win(each)]
-        few = (first if not self._kinds else light[:AT_ONCE] or heavy[:AT_ONCE])[
-            : self._most - self.simulated
-        ]
-        few = few or ([] if self._kinds else heavy[: min(AT_ONCE, self._most)])
+        next_ones = light[:AT_ONCE] or heavy[:AT_ONCE]
+        if not self.ranked:
+            likely = [[each for each in some if not _unlikely(each, self._memory)] for some in (light, heavy)]
+            half = AT_ONCE // 2
+            next_ones = [*likely[0][:half], *likely[1][:half]] or next_ones
+        few = (first if first and not self._kinds else next_ones)[: self._most - self.simulated]
         for each in few:
             self._left.remove(each)
         return few
@@ -220,7 +224,7 @@ class _Looking:
 
     def passed_over(self) -> list[Rejected]:
         """Plans that were not simulated, the best of each kind first, with what they may take."""
-        told = sorted(self._left, key=self._at_best)
+        told = sorted([*self._passed, *self._left], key=self._at_best)
         seen: dict[str, Guess] = {}
         for each in told:
             seen.setdefault(each.kind, each)

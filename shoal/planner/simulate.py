@@ -195,11 +195,19 @@ def take_steps(work: Work, plan: Plan, world: SimulatedWorld, steps: int) -> Non
 
 def watch(model: nn.Module, tape: Tape, *, units: bool = True) -> None:
     """Let a tape know what memory of a model is for, and which block runs, unless all are one graph."""
-    whole = core(model)
-    for unit in find_units(whole) if units else ():
-        unit.module.register_forward_pre_hook(_entering(tape, unit.name), prepend=True)
-        unit.module.register_forward_hook(_leaving(tape), always_call=True)
+    for name, block in _blocks(model) if units else ():
+        block.register_forward_pre_hook(_entering(tape, name), prepend=True)
+        block.register_forward_hook(_leaving(tape), always_call=True)
     _tell_model(model, tape)
+
+
+def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The blocks of a rank: one alone, as stages of a pipeline have it, is not seen to be one."""
+    pipeline = spread_of(model).pipeline
+    if pipeline is None:
+        return [(unit.name, unit.module) for unit in find_units(core(model))]
+    mine = {block for stage in pipeline.stages for block in stage.blocks}
+    return [(name, module) for name, module in core(model).named_modules() if module in mine]
 
 
 def _entering(tape: Tape, name: str) -> Callable[..., None]:

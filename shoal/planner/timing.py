@@ -49,8 +49,8 @@ def time_of(traces: dict[int, Trace], costs: Costs, rates: Rates, micro_batches:
     Args:
         micro_batches: of a step, and how many of them were recorded; the others are alike.
     """
-    found = replay(traces, costs)
     count, recorded = micro_batches
+    found = replay(traces, costs, recorded)
     more = (count - recorded) * found.per_micro_batch_s
     seconds = found.seconds + more
     sure = costs.sureness

@@ -24,6 +24,7 @@ from shoal.tensors import map_tensors
 from shoal.train.rates import Rates, rates_of
 from shoal.train.setup import choose_objective
 
+GATHERED = 3  # stages that torch's schedules keep gathered at once
 PLAYED = ("gpipe", "1f1b", "interleaved_1f1b")
 ENOUGH = 3  # micro-batches: the first, which makes gradients, one that adds to them, and the last, which sends them
 
@@ -46,7 +47,7 @@ def work_of(settings: Settings) -> Work:
     def batch(plan: Plan, rank: int, step: int) -> StepBatch:
         count, size = plan.micro_batches(job.train.global_batch)
         first = plan.data_rank(rank) * count * size
-        enough = min(count, _enough(plan))
+        enough = min(count, _enough(plan, count))
         return StepBatch(
             step, tuple(MicroBatch(samples(size), first + number * size, size) for number in range(enough))
         )
@@ -60,7 +61,7 @@ def work_of(settings: Settings) -> Work:
     )
 
 
-def _enough(plan: Plan) -> int:
+def _enough(plan: Plan, count: int) -> int:
     """Micro-batches after which nothing new happens; schedules that run all forward first keep them all.
 
     A pipeline has twice as many in the rhythm of its schedule as fill it, or where each is simulated, as few as fill it.
@@ -69,15 +70,21 @@ def _enough(plan: Plan) -> int:
         return ENOUGH
     if plan.schedule in ("gpipe", "looped_bfs"):
         return 1 << 30
-    return 4 * plan.pipeline if is_played(plan) else 2 * plan.stages
+    together = plan.pipeline  # micro-batches of a round of an interleaved schedule, as torch has them
+    if plan.schedule == "interleaved_1f1b":
+        together = count // max(1, count // plan.pipeline)
+    return 4 * together if is_played(plan) else 2 * plan.stages
 
 
 def is_played(plan: Plan) -> bool:
     """Whether micro-batches of a pipeline are alike, so that few are simulated: see `shoal.planner.pipelines`.
 
-    That is so where backwards are whole and in order, and parameters are not gathered by and by.
+    That is so where backwards are whole and in order, parameters are not gathered by and by (as torch's schedules do with more
+    than three stages of a rank, too), and attention does not go round a ring, which keeps a few bytes of each micro-batch.
     """
-    return plan.pipeline > 1 and plan.schedule in PLAYED and plan.zero_stage < 3
+    rings = plan.context > 1 and plan.context_by == "ring"
+    in_order = plan.schedule in PLAYED and plan.stages_per_rank <= GATHERED
+    return plan.pipeline > 1 and in_order and plan.zero_stage < 3 and not rings
 
 
 def rates_without_data(settings: Settings, work: Work, cluster: Cluster) -> Rates:

@@ -16,8 +16,10 @@ from shoal.models.llama import Block, Llama
 from shoal.models.moe import Moe
 from shoal.plan import Plan
 from shoal.planner import pipelines
+from shoal.planner.cost import costs_of
 from shoal.planner.launch import Launch
 from shoal.planner.pipelines import simulate_stages
+from shoal.planner.replay import replay
 from shoal.planner.simulate import Work, boundary_of, simulate
 from shoal.planner.trace import Trace
 from shoal.train.objective import NextToken
@@ -161,6 +163,9 @@ def test_what_a_micro_batch_leaves_to_the_next_is_simulated(counted: Counted) ->
     found, expected = played(job, plan), whole(job, plan)
     assert all(told(found[rank]) == told(trace) for rank, trace in expected.items())
     assert (counted.recorded, counted.played) == (0, 0)
+    more = played(job, plan, MICRO_BATCHES + 8)  # what is received is there all the same
+    received = 8 * LENGTH * DIMS.dim * 2
+    assert peak(more[1]) - peak(found[1]) == received
 
 
 class Growing(Block):
@@ -181,6 +186,27 @@ def test_micro_batches_that_are_not_alike_are_simulated(counted: Counted) -> Non
     found, expected = played(job, plan), whole(job, plan)
     assert all(told(found[rank]) == told(trace) for rank, trace in expected.items())
     assert (counted.recorded, counted.played) == (0, 0)
+
+
+def partly_frozen() -> nn.Module:
+    model = blocks(4)
+    model.get_submodule("blocks.1.feed_forward").requires_grad_(False)
+    return model
+
+
+def test_a_rank_whose_blocks_are_trained_is_not_played_from_one_whose_blocks_are_frozen(
+    counted: Counted,
+) -> None:
+    plan, job = Plan(pipeline=4, compile=False), work(partly_frozen)
+    found, cluster = played(job, plan), Cluster.parse("4 h100")
+    assert told(found[2]) == told(simulate(job, plan, cluster, 2))
+    assert (counted.recorded, counted.played) == (4, 0)
+
+
+def test_one_more_micro_batch_of_a_stage_of_one_block_takes_as_long_as_in_a_longer_step() -> None:
+    plan, cluster = Plan(pipeline=2, compile=False), Cluster.parse("2 h100")
+    short, long = (replay(played(work(micro_batches=n), plan, n), costs_of(cluster), n) for n in (8, 16))
+    assert short.seconds + 8 * short.per_micro_batch_s == pytest.approx(long.seconds, rel=0.05)
 
 
 def test_parameters_that_are_gathered_by_and_by_are_simulated(counted: Counted) -> None:

@@ -79,6 +79,32 @@ def test_where_nothing_fits_host_memory_is_tried(monkeypatch: pytest.MonkeyPatch
     assert found.considered == found.too_large + found.simulated + len(found.passed_over)
 
 
+def in_a_pipeline(settings: Settings, plan: Plan, cluster: Cluster, **_: Any) -> Prediction:
+    return made_prediction(settings, plan, cluster, gib=1.0 if plan.pipeline > 1 else 10_000.0)
+
+
+def test_pipelines_are_looked_at_before_host_memory_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "predict", in_a_pipeline)
+    monkeypatch.setattr(pool, "FEW", 1000)
+    found = search(made_settings(), Cluster.parse("8 h100"), BASE, most=12)
+    assert found.ranked and all(each.plan.pipeline > 1 and not each.plan.offload for each in found.ranked)
+
+
+def test_where_host_memory_does_not_help_no_more_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "predict", in_host_memory)
+    monkeypatch.setattr(pool, "FEW", 1000)
+    monkeypatch.setattr(search_module, "OFFLOADS", ())
+    told: list[tuple[int, int]] = []
+    found = search(
+        made_settings(),
+        Cluster.parse("8 h100"),
+        BASE,
+        most=6,
+        tell=lambda _, done, of: told.append((done, of)),
+    )
+    assert found.simulated == 6 and told[-1] == (6, 6)
+
+
 def test_what_the_job_says_of_offload_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "predict", in_host_memory)
     monkeypatch.setattr(pool, "FEW", 1000)
