@@ -3,8 +3,8 @@ like stages from the record of one rank.
 
 What a schedule does between its stages' parts (messages, buffers, the order) is torch's own code, which runs for each rank. What
 is played is what a stage does in one part, such as forward of a micro-batch. The first micro-batch of each step is simulated:
-memory is taken in it. From the second of the first step all others are played, but for the last of later steps, which is simulated
-and shows whether they are like it. Where a record does not fit, all is simulated.
+memory is taken in it. From the second of the first step all others are played, but for the last of later steps, which is
+simulated and shows whether they are like it. Where a record does not fit, all is simulated.
 """
 
 from __future__ import annotations
