@@ -28,7 +28,7 @@ KEPT = 6  # blocks: with fewer, prefetching and offload do not come to their rhy
 def simulate_extended(
     work: Work, plan: Plan, cluster: Cluster, rank: int = 0, *, boundary: Boundary | None = None
 ) -> Trace:
-    """As `simulate`, of few blocks where that gives the same; stages of a pipeline are simulated whole."""
+    """As `simulate`, of few blocks where that gives the same; of stages of a pipeline all are simulated."""
     total = alike_blocks(work) if _repeats(plan) else 0
     period = plan.recompute_every
     kept = KEPT + 2 * (period - 1)

@@ -137,7 +137,7 @@ def smallest(
         lean = sorted(
             (each for each in guesses if states_fit(each, cluster)), key=lambda each: each.memory_bytes
         )
-        # stages of a pipeline are simulated whole: only where nothing else is as lean
+        # a pipeline takes longer to simulate: only where nothing else is as lean
         lean = sorted(lean[: 4 * LEANEST], key=lambda each: each.plan.pipeline > 1)[:LEANEST]
         if not lean:
             tell(
