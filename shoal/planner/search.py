@@ -27,11 +27,12 @@ from shoal.planner.predict import Prediction
 from shoal.planner.profile import Profile
 from shoal.planner.replay import Part, replay
 from shoal.planner.simulate import boundary_of
-from shoal.planner.work import work_of
+from shoal.planner.work import is_played, work_of
 
 MOST = 24  # simulations of a search
 AT_ONCE = 4  # simulations, before it is asked again which may still be the best
 UNSURE = 0.08  # of a guess, beside what those of its kind were off
+MEMORY_UNSURE = 1.5  # as much as a guess of memory was seen to be too large (70B without recompute: 1.4)
 OFFLOADS = (("optimizer",), ("optimizer", "parameters"))  # where nothing fits without
 LAST = 6  # simulations of plans with these
 LIKELY = 1.15  # of a device's memory, by a guess: above, a plan is not simulated while others are left
@@ -164,7 +165,9 @@ class _Looking:
         self.ranked: list[Prediction] = []
         self.rejected: list[Rejected] = []
         self._off: dict[str, float] = {}
-        """by kind, the least that a simulation took of what was guessed"""
+        """by kind, the least that a simulation took of the time that was guessed"""
+        self._leaner: dict[str, float] = {}
+        """the same of the memory"""
         self._kinds: set[str] = set()
         self._passed: list[Guess] = []
 
@@ -184,8 +187,11 @@ class _Looking:
             known = self._kinds | {one.kind for one in first}
             if each.plan.pipeline == 1 and each.kind not in known and not _unlikely(each, self._memory):
                 first.append(each)
-        light = [each for each in self._left if each.plan.pipeline == 1 and self._may_win(each)]
-        heavy = [each for each in self._left if each.plan.pipeline > 1 and self._may_win(each)]
+        may = [each for each in self._left if self._may_win(each)]
+        may = [each for each in may if not self._kinds or self._lacks(each) <= 0]
+        light = [each for each in may if each.plan.pipeline == 1]
+        heavy = [each for each in may if each.plan.pipeline > 1]
+        heavy.sort(key=lambda each: not is_played(each.plan))  # some take ten times as long to simulate
         next_ones = light[:AT_ONCE] or heavy[:AT_ONCE]
         if not self.ranked:
             likely = [[each for each in some if not _unlikely(each, self._memory)] for some in (light, heavy)]
@@ -203,7 +209,9 @@ class _Looking:
             self.rejected.append(Rejected(guessed.plan, result))
             return
         off = result.timing.seconds / guessed.step_s
+        leaner = result.worst.memory.device_bytes / guessed.memory_bytes
         self._off[guessed.kind] = min(off, self._off.get(guessed.kind, off))
+        self._leaner[guessed.kind] = min(leaner, self._leaner.get(guessed.kind, leaner))
         if result.fit is Fit.NOT:
             margin = result.worst.verdict.margin_bytes or 0
             self.rejected.append(Rejected(guessed.plan, f"does not fit by {-margin / GIB:.1f} GiB"))
@@ -218,6 +226,11 @@ class _Looking:
         off = self._off.get(each.kind, min(self._off.values(), default=1.0))
         return each.step_s * off * (1.0 if each.plan.pipeline > 1 else 1 - UNSURE)
 
+    def _lacks(self, each: Guess) -> float:
+        """Bytes that a device has too few, at least: the guess, as far off as those of its kind, or as any other, were."""
+        off = min(1.0, self._leaner.get(each.kind, min(self._leaner.values(), default=1.0)))
+        return each.memory_bytes * off / MEMORY_UNSURE - (self._memory or math.inf)
+
     def _may_win(self, each: Guess) -> bool:
         best = min((one.timing.seconds for one in self.ranked), default=math.inf)
         return self._at_best(each) < best
@@ -231,9 +244,13 @@ class _Looking:
         first = list(seen.values())
         rest = [each for each in told if each is not seen[each.kind]]
         return [
-            Rejected(each.plan, f"not simulated; by a guess {1e3 * self._at_best(each):,.0f} ms at best")
-            for each in (*first, *rest)
+            Rejected(each.plan, f"not simulated; by a guess {self._told(each)}") for each in (*first, *rest)
         ]
+
+    def _told(self, each: Guess) -> str:
+        if (lacks := self._lacks(each)) > 0:
+            return f"it does not fit by {lacks / GIB:.1f} GiB at least"
+        return f"{1e3 * self._at_best(each):,.0f} ms at best"
 
 
 def _guesses(
