@@ -153,11 +153,25 @@ def told_if_lost() -> Iterator[None]:
         print(f"not written: {error}", file=sys.stderr, flush=True)
 
 
+def text_of(path: Path) -> str:
+    """What a file says; nothing where there is none, which another process can bring about between a look and a read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def size_of(path: Path) -> int | None:
+    """Bytes of a file; None where there is none, which another process can bring about at any time."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Records of a .jsonl file; a line cut short by a crash is left out."""
-    if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in text_of(path).splitlines():
         try:
             yield json.loads(line)
         except json.JSONDecodeError:

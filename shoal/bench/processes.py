@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from shoal.run import text_of
+
 
 class Ended(NamedTuple):
     """How a command ended."""
@@ -63,14 +65,14 @@ def descendants(pid: int) -> list[int]:
 
 def last_words(path: Path, lines: int = 12, characters: int = 1200) -> str:
     """The end of a log, without blank lines."""
-    text = path.read_text(errors="replace") if path.exists() else ""
+    text = text_of(path)
     kept = [line.rstrip() for line in text.splitlines() if line.strip()]
     return "\n".join(kept[-lines:])[-characters:]
 
 
 def first_error(path: Path) -> str:
     """The first line of a log that is the end of a traceback; that of torchrun itself only says that a rank failed."""
-    text = path.read_text(errors="replace") if path.exists() else ""
+    text = text_of(path)
     found = re.findall(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", text, re.MULTILINE)
     errors = [line for line in found if "ChildFailedError" not in line]
     return errors[0][:300] if errors else "see the log"

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shoal.run import write_whole
+from shoal.run import size_of, write_whole
 
 MANIFEST, INDEX, COMMIT = "manifest.json", "index.json", "COMMIT"
 FORMAT = 2
@@ -92,7 +92,7 @@ def inspect(path: Path) -> Checkpoint | Refused:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return Refused(path, f"{MANIFEST} cannot be read: {error}")
     for name, size in sizes.items():
-        there = (path / name).stat().st_size if (path / name).exists() else None
+        there = size_of(path / name)
         if there != size:
             what = f"{name} has {there} bytes, expected {size}" if there is not None else f"{name} is missing"
             return Refused(path, what + _lost_from(path, name, there or 0))

@@ -17,6 +17,7 @@ from shoal.observe.calls import Calls, read_all_calls
 from shoal.observe.host import Memory
 from shoal.observe.status import Status, read_status
 from shoal.observe.verdict import Mismatch, find_absence, find_mismatch
+from shoal.run import text_of
 from shoal.world.meeting import ranks_text
 
 COMPILING = re.compile(r"torch/(_dynamo/convert_frame|_inductor/(compile_fx|graph|scheduler))\.py")
@@ -105,11 +106,10 @@ def read_ends(
     ends = []
     for rank, (code, time) in sorted(codes.items()):
         files = RankFiles.of(folder, rank)
-        stack = files.stack.read_text(errors="replace") if files.stack.exists() else ""
         status = read_status(files.status)
         error = read_error(files.error) or told_by(status)
         stopped = code is None and _process_state(status) == "T"
-        stack = main_stack(stack)
+        stack = main_stack(text_of(files.stack))
         ends.append(End(rank, code, time, status, error, stack, stopped=stopped, silent=rank in silent))
     return ends
 

@@ -21,7 +21,7 @@ from shoal.observe import host
 from shoal.observe.calls import Calls, read_all_calls
 from shoal.observe.host import Memory
 from shoal.observe.verdict import find_mismatch
-from shoal.run import Run
+from shoal.run import Run, size_of
 from shoal.world.meeting import ranks_text
 
 SETTLE_S = 2.0  # how long other ranks may take to end by themselves, once one has failed
@@ -181,11 +181,7 @@ class Watch:
 
     def _written(self, ranks: Sequence[int]) -> dict[int, int]:
         """Bytes of the stacks of each rank."""
-        found = {}
-        for rank in ranks:
-            path = RankFiles.of(self.folder, rank).stack
-            found[rank] = path.stat().st_size if path.exists() else 0
-        return found
+        return {rank: size_of(RankFiles.of(self.folder, rank).stack) or 0 for rank in ranks}
 
     def _stalled_s(self, ends: list[End]) -> float:
         changes = [end.status.monotonic for end in ends if end.status]

@@ -21,7 +21,7 @@ from shoal.observe import host
 from shoal.observe.health import health_watched
 from shoal.observe.status import RankStatus
 from shoal.resilience.faults import STRUCK, FaultyStatus, drawn, parse_faults
-from shoal.run import Run
+from shoal.run import Run, size_of
 
 if TYPE_CHECKING:
     from shoal.world import World
@@ -233,8 +233,8 @@ def _stacks_on_request(path: Path) -> Generator[None, None, None]:
             yield
         finally:
             faulthandler.unregister(signal.SIGUSR1)
-    if path.exists() and not path.stat().st_size:
-        path.unlink()
+    if size_of(path) == 0:
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

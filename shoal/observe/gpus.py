@@ -11,6 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shoal.run import text_of
+
 FIELDS = ("timestamp", "index", "clocks.sm", "power.draw", "temperature.gpu", "memory.used")
 EVERY_MS = 200
 
@@ -47,7 +49,7 @@ def sampled(path: Path) -> Generator[None]:
 def read_samples(path: Path) -> list[Sample]:
     """The samples of a file; lines that are cut short or hold no number are left out."""
     found = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in text_of(path).splitlines():
         time, *numbers = (part.strip() for part in line.split(","))
         with suppress(ValueError, TypeError):
             when = datetime.strptime(time, "%Y/%m/%d %H:%M:%S.%f").timestamp()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.observe.status import RankStatus
+from shoal.run import text_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -177,8 +178,7 @@ class FaultyStatus(RankStatus):
             part.view(-1).view(torch.uint8)[0] ^= 1 << 2
 
     def _is_first_time(self, number: int) -> bool:
-        text = self._struck.read_text() if self._struck.exists() else ""
-        if str(number) in (line.partition(" ")[0] for line in text.splitlines()):
+        if str(number) in (line.partition(" ")[0] for line in text_of(self._struck).splitlines()):
             return False
         with self._struck.open("a") as file:
             file.write(f"{number} {time.time():.3f}\n")

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from shoal.launch.errors import RankError, RankFiles, is_secondary
@@ -23,6 +24,25 @@ def status(rank: int, step: int, state: State = "running", monotonic: float = 0.
 
 def error(rank: int, time: float, secondary: bool = False) -> RankError:
     return RankError(rank, "node", 1, 3, "step", "ValueError", "bad", "", "", time, secondary)
+
+
+def test_a_stack_whose_rank_removes_it_meanwhile_is_no_stack(tmp_path: Path) -> None:
+    """As a rank without a stack does when it ends; one that ends beside it reads all of them."""
+    stack, end = RankFiles.of(tmp_path, 0).stack, threading.Event()
+
+    def come_and_go() -> None:
+        while not end.is_set():
+            stack.touch()
+            stack.unlink()
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(2000):
+            assert not read_ends(tmp_path, {0: (None, 0.0)})[0].stack
+    finally:
+        end.set()
+        thread.join()
 
 
 def test_a_cause_goes_before_a_lost_connection_that_was_noticed_earlier() -> None:
