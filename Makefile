@@ -1,5 +1,5 @@
 # make train   set up and train the main example on this machine's GPUs or CPU
-# make test    set up, check style and types, run all tests
+# make test    set up, check style and types, run all tests, two files at a time: most of them wait
 #
 # Both make .venv on first use. To use an interpreter that has torch already: make train PYTHON=python3
 
@@ -21,7 +21,7 @@ train: $(READY)
 	$(PYTHON) -m shoal train $(JOB) $(OVERRIDES)
 
 test: lint
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(DEV_READY)
 	$(PYTHON) -m ruff check .

@@ -1,7 +1,7 @@
 """`Cluster`: on what a job runs. Nodes, devices, memory, rates and links.
 
-Said in a line (`8 h100`, `4x8 h100` for 4 nodes of 8, `2 cpu`) or detected by `shoal.world.detect_cluster`. Frozen data
-that imports neither torch nor the rest of shoal.
+Said in a line (`8 h100`, `4x8 h100` for 4 nodes of 8, `2 cpu`, `8 h100 with 1000 GiB` of host memory a node) or detected by
+`shoal.world.detect_cluster`. Frozen data that imports neither torch nor the rest of shoal.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class Cluster(BaseModel):
     nodes: int = Field(1, ge=1)
     devices_per_node: int = Field(1, ge=1)
     device: Device = DEVICES["cpu"]
+    host_gib: float | None = Field(None, gt=0, description="host memory of a node, GiB; left out: not known")
 
     @property
     def num_devices(self) -> int:
@@ -86,20 +87,30 @@ class Cluster(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """Read `[nodes x] devices kind`.
+        """Read `[nodes x] devices kind [with N GiB]`.
 
         Raises:
             ValueError: naming the text and the forms and kinds that are known.
         """
-        match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s+([\w-]+)\s*", text.lower())
-        if not match or match[3] not in DEVICES or int(match[2]) == 0 or match[1] == "0":
+        match = re.fullmatch(
+            r"\s*(?:(\d+)\s*x\s*)?(\d+)\s+([\w-]+)(?:\s+with\s+(\d+(?:\.\d+)?)\s*gib)?\s*", text.lower()
+        )
+        host_gib = float(match[4]) if match and match[4] else None
+        if not match or match[3] not in DEVICES or 0 in (int(match[2]), int(match[1] or 1), host_gib):
             raise ValueError(
                 f"cluster = {text!r} is not understood: expected 'devices kind' or 'nodes x devices kind', such as "
-                f"'8 h100' or '4x8 h100'; kinds: {', '.join(DEVICES)}"
+                f"'8 h100' or '4x8 h100', and where it matters ' with 1000 GiB' of host memory a node; kinds: "
+                f"{', '.join(DEVICES)}"
             )
-        return cls(nodes=int(match[1] or 1), devices_per_node=int(match[2]), device=DEVICES[match[3]])
+        return cls(
+            nodes=int(match[1] or 1),
+            devices_per_node=int(match[2]),
+            device=DEVICES[match[3]],
+            host_gib=host_gib,
+        )
 
     def describe(self) -> str:
         """The line that `parse` reads."""
         nodes = f"{self.nodes}x" if self.nodes > 1 else ""
-        return f"{nodes}{self.devices_per_node} {self.device.kind}"
+        host = f" with {self.host_gib:.10g} GiB" if self.host_gib else ""
+        return f"{nodes}{self.devices_per_node} {self.device.kind}{host}"

@@ -32,7 +32,9 @@ class Settings(Section):
     train: Train = Train()
     optimizer: Optimizer = Optimizer()
     plan: Plan | None = Field(None, description="left out, or the word auto: chosen for the machine")
-    cluster: str = Field("auto", description='"auto": this machine; or such as "2 cpu", "8 h100", "4x8 h100"')
+    cluster: str = Field(
+        "auto", description='"auto": this machine; or such as "2 cpu", "8 h100", "4x8 h100 with 1000 GiB"'
+    )
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     run: RunPolicy = RunPolicy()
 

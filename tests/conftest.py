@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # before torch is imported
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """Random numbers of a test are the same ones whatever ran before it, in whichever process."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture

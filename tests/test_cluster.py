@@ -8,9 +8,11 @@ from shoal.cluster import DEVICES, GIB, Cluster
 
 
 @pytest.mark.parametrize("kind", DEVICES)
-@pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (1, 8), (4, 8), (1024, 2)])
-def test_a_cluster_is_its_line(kind: str, nodes: int, per_node: int) -> None:
-    cluster = Cluster(nodes=nodes, devices_per_node=per_node, device=DEVICES[kind])
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "host_gib"), [(1, 1, None), (1, 8, 1000), (4, 8, 23.4), (1024, 2, None)]
+)
+def test_a_cluster_is_its_line(kind: str, nodes: int, per_node: int, host_gib: float | None) -> None:
+    cluster = Cluster(nodes=nodes, devices_per_node=per_node, device=DEVICES[kind], host_gib=host_gib)
     assert Cluster.parse(cluster.describe()) == cluster
     assert cluster.num_devices == nodes * per_node
 
@@ -21,7 +23,21 @@ def test_spaces_and_case_do_not_matter(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "h100", "8", "8 h1000", "0 h100", "0x8 h100", "4x h100", "-1 cpu", "8 h100 x"]
+    "text",
+    [
+        "",
+        "h100",
+        "8",
+        "8 h1000",
+        "0 h100",
+        "0x8 h100",
+        "4x h100",
+        "-1 cpu",
+        "8 h100 x",
+        "8 h100 with GiB",
+        "8 h100 1 GiB",
+        "8 h100 with 0 GiB",
+    ],
 )
 def test_what_is_not_understood_is_named_with_the_forms_and_kinds_that_are(text: str) -> None:
     with pytest.raises(ValueError, match="is not understood") as caught:

@@ -31,7 +31,8 @@ def plan(
     on: str = typer.Option(
         None,
         "--on",
-        help='The cluster, which need not exist: "8 h100", "4x8 h100"; left out: the job\'s, or this machine.',
+        help='The cluster, which need not exist: "8 h100", "4x8 h100 with 1000 GiB" (of host memory a node); '
+        "left out: the job's, or this machine.",
     ),
     expandable: bool = typer.Option(
         False, "--expandable", help="With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."

@@ -52,6 +52,8 @@ class Guess:
     state_bytes: float
     """of parameters, gradients and optimizer, at least"""
     memory_bytes: float
+    host_bytes: float
+    """of parameters, gradients and optimizer that are moved there, at least"""
     step_s: float
 
     @property
@@ -163,7 +165,8 @@ def guess(plan: Plan, base: Base, settings: Settings, costs: Costs) -> Guess:
     kept = base.activation_bytes * micro_batch / shared * KEPT_SHARE[plan.recompute]
     if plan.recompute_every > 1:
         kept *= plan.recompute_every / 2
-    return Guess(plan, state, state + kept + CONTEXT_BYTES, _step_s(plan, base, settings, costs))
+    moved = _host_bytes(plan, base, settings)
+    return Guess(plan, state, state + kept + CONTEXT_BYTES, moved, _step_s(plan, base, settings, costs))
 
 
 def _state_bytes(plan: Plan, base: Base, settings: Settings) -> float:
@@ -186,6 +189,12 @@ def _state_bytes(plan: Plan, base: Base, settings: Settings) -> float:
         bytes_of[zero] -= 8 / cut if zero != 1 else 4 / cut  # ZeRO-1 adds them up on the device
     moved = BUCKETS_BYTES if len(kept) < 2 else 0
     return held * bytes_of[zero] + blocks + moved
+
+
+def _host_bytes(plan: Plan, base: Base, settings: Settings) -> float:
+    moments = 0 if settings.optimizer.name == "sgd" or "optimizer" not in plan.offload else 8
+    masters = 4 if "parameters" in plan.offload else 0
+    return (moments + masters) * _kept(plan, base)
 
 
 def _step_s(plan: Plan, base: Base, settings: Settings, costs: Costs) -> float:

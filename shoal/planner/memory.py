@@ -76,7 +76,7 @@ class Memory(NamedTuple):
     outside_bytes: int
     """beside the allocator: the device's context, libraries, and buffers of communicators"""
     host_bytes: int
-    """peak of tensors in host memory, for ranks of GPUs"""
+    """peak of tensors in host memory, for ranks of GPUs, as torch locks them"""
     phases: dict[str, int]
     """the peak of allocated bytes in each phase of a step"""
 
@@ -198,9 +198,16 @@ def _host_peak(trace: Trace) -> int:
     for _, event in trace.memory():
         storage = trace.storages[event if event >= 0 else ~event]
         if storage.device == "cpu":
-            held += storage.nbytes if event >= 0 else -storage.nbytes
+            held += _locked(storage) if event >= 0 else -_locked(storage)
             most = max(most, held)
     return most
+
+
+def _locked(storage: Storage) -> int:
+    """Host memory of a tensor of a GPU's rank: torch locks powers of two, and an optimizer's state is locked as it is."""
+    if category_of(storage) is Category.OPTIMIZER or not storage.nbytes:
+        return storage.nbytes
+    return 1 << (storage.nbytes - 1).bit_length()
 
 
 def _outside(plan: Plan) -> int:
@@ -236,12 +243,17 @@ TIGHT = (
 def judge(memory: Memory, plan: Plan, cluster: Cluster) -> Verdict:
     """Whether a rank's memory fits its device, and what to change if it does not, or hardly."""
     total = cluster.device.memory_bytes
+    if total is None and cluster.host_gib is not None:  # ranks on CPUs share the host's
+        total = int(cluster.host_gib * GIB / min(cluster.devices_per_node, plan.world_size))
     if total is None:
         return Verdict(Fit.FITS, None, [])
     margin = total - memory.device_bytes
     fit = Fit.TIGHT if margin < TIGHT * total else Fit.FITS
     fit = Fit.NOT if margin < 0 else fit
-    return Verdict(fit, margin, [] if fit is Fit.FITS else list(_advice(memory, plan, total)))
+    advice = [] if fit is Fit.FITS else list(_advice(memory, plan, total))
+    if cluster.device.type == "cpu":
+        advice = [each for each in advice if each not in OF_GPUS]
+    return Verdict(fit, margin, advice)
 
 
 def _advice(memory: Memory, plan: Plan, total: int) -> Iterator[str]:
@@ -259,6 +271,12 @@ def _advice(memory: Memory, plan: Plan, total: int) -> Iterator[str]:
         )
 
 
+OFFLOAD_ACTIVATIONS, OFFLOAD_OPTIMIZER = 'plan.offload = ["activations"]', 'plan.offload = ["optimizer"]'
+MORE_DEVICES = "more devices"
+OF_GPUS = (OFFLOAD_ACTIVATIONS, OFFLOAD_OPTIMIZER, MORE_DEVICES)
+"""advice that helps nothing where ranks share the memory of the host"""
+
+
 def _less_activations(plan: Plan) -> Iterator[str]:
     if plan.micro_batch is None or plan.micro_batch > 1:
         yield "a smaller plan.micro_batch"
@@ -269,7 +287,7 @@ def _less_activations(plan: Plan) -> Iterator[str]:
             else 'plan.recompute = "selective" or "full"'
         )
     if "activations" not in plan.offload:
-        yield 'plan.offload = ["activations"]'
+        yield OFFLOAD_ACTIVATIONS
     if plan.tensor == 1:
         yield "plan.tensor above 1"
 
@@ -282,6 +300,6 @@ def _less_states(plan: Plan) -> Iterator[str]:
     elif plan.replicate > 1:
         yield "plan.shard over the ranks that are copies now (plan.replicate)"
     else:
-        yield "more devices"
+        yield MORE_DEVICES
     if "optimizer" not in plan.offload:
-        yield 'plan.offload = ["optimizer"]'
+        yield OFFLOAD_OPTIMIZER

@@ -6,11 +6,12 @@ import time
 from typing import NamedTuple
 
 from shoal.check import check
-from shoal.cluster import Cluster
+from shoal.cluster import GIB, Cluster
 from shoal.config import Settings
 from shoal.plan import Plan
 from shoal.planner.cost import costs_of
 from shoal.planner.extend import shallowest, simulate_extended
+from shoal.planner.host import Host, host_of
 from shoal.planner.memory import Fit, Memory, Verdict, judge, memory_of
 from shoal.planner.pipelines import simulate_stages
 from shoal.planner.profile import Profile
@@ -36,6 +37,7 @@ class Prediction(NamedTuple):
     cluster: Cluster
     ranks: list[RankMemory]
     """one for each rank of the pipeline"""
+    host: Host
     timing: Timing
     seconds: float
     """that the simulation took"""
@@ -47,8 +49,19 @@ class Prediction(NamedTuple):
 
     @property
     def fit(self) -> Fit:
-        """Whether the worst rank fits."""
-        return self.worst.verdict.fit
+        """Whether the worst rank fits its device, and all ranks of a node its host."""
+        fits = (self.worst.verdict.fit, self.host.fit)
+        return next(fit for fit in (Fit.NOT, Fit.TIGHT, Fit.FITS) if fit in fits)
+
+    @property
+    def lack(self) -> str:
+        """What there is too little of, in words; empty if it fits."""
+        found = []
+        if self.worst.verdict.fit is Fit.NOT:
+            found.append(f"does not fit by {-(self.worst.verdict.margin_bytes or 0) / GIB:.1f} GiB")
+        if self.host.fit is Fit.NOT:
+            found.append(f"needs {self.host.describe()}")
+        return " and ".join(found)
 
 
 def predict(
@@ -85,5 +98,7 @@ def predict(
         ranks.append(RankMemory(rank, each, memory, judge(memory, plan, cluster)))
     recorded = len(work.batch(plan, 0, 0).micro_batches)
     rates = rates_without_data(settings, work, cluster)
+    memories = {each.rank: each.memory for each in ranks}
+    host = host_of(traces, memories, plan, cluster, copies=bool(settings.checkpoint.memory_every))
     timing = time_of(traces, costs_of(cluster, profile), rates, (count, recorded))
-    return Prediction(plan, cluster, ranks, timing, time.perf_counter() - began)
+    return Prediction(plan, cluster, ranks, host, timing, time.perf_counter() - began)

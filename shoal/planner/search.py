@@ -213,8 +213,7 @@ class _Looking:
         self._off[guessed.kind] = min(off, self._off.get(guessed.kind, off))
         self._leaner[guessed.kind] = min(leaner, self._leaner.get(guessed.kind, leaner))
         if result.fit is Fit.NOT:
-            margin = result.worst.verdict.margin_bytes or 0
-            self.rejected.append(Rejected(guessed.plan, f"does not fit by {-margin / GIB:.1f} GiB"))
+            self.rejected.append(Rejected(guessed.plan, result.lack))
         else:
             self.ranked.append(result)
 
@@ -265,8 +264,10 @@ def _distinct(plans: Iterator[Plan]) -> list[Plan]:
 
 
 def states_fit(each: Guess, cluster: Cluster) -> bool:
-    """Whether parameters, gradients and optimizer alone fit a device."""
-    memory = cluster.device.memory_bytes
+    """Whether parameters, gradients and optimizer alone fit a device, and what of them is in host memory fits there."""
+    memory, on_node = cluster.device.memory_bytes, each.host_bytes * cluster.devices_per_node
+    if cluster.host_gib is not None and on_node > cluster.host_gib * GIB:
+        return False
     return memory is None or each.state_bytes + CONTEXT_BYTES <= memory
 
 

@@ -48,7 +48,11 @@ def show(prediction: Prediction) -> None:
         markup=False,
     )
     margin = "" if verdict.margin_bytes is None else f", {verdict.margin_bytes / 2**30:+.1f} GiB to spare"
-    console.print(f"verdict  {verdict.fit}{margin}", markup=False)
+    console.print(f"verdict  {prediction.fit}{margin}", markup=False)
+    if host := prediction.host.describe():
+        console.print(f"host     {prediction.host.fit}, {host}", markup=False)
+    for advice in prediction.host.advice:
+        console.print(f"         try {advice}", markup=False)
     for advice in verdict.advice:
         console.print(f"         try {advice}", markup=False)
     for line in _step_lines(prediction.timing):
@@ -102,6 +106,7 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
         "plan": prediction.plan.model_dump(),
         "cluster": prediction.cluster.describe(),
         "fit": prediction.fit.value,
+        "host": prediction.host._asdict() | {"fit": prediction.host.fit.value},
         "seconds": round(prediction.seconds, 3),
         "step": step_of(prediction.timing),
         "ranks": [_rank_as_json(each) for each in prediction.ranks],

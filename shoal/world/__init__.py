@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shoal.cluster import DEVICES, Cluster, Device
+from shoal.cluster import DEVICES, GIB, Cluster, Device
+from shoal.observe import host
 from shoal.plan import AXES, Plan
 from shoal.world.environments import Place, PlaceError, detect
 from shoal.world.meeting import DeadlineError, Meeting, WorldError
@@ -364,11 +365,15 @@ def detect_cluster() -> Cluster:
         >>> detect_cluster().nodes
         1
     """
+    there = host.memory()
+    host_gib = None if there is None else round(there.total_bytes / GIB, 1)
     count = torch.cuda.device_count()
     if count == 0:
-        return Cluster(devices_per_node=min(2, len(os.sched_getaffinity(0))), device=DEVICES["cpu"])
+        ranks = min(2, len(os.sched_getaffinity(0)))
+        return Cluster(devices_per_node=ranks, device=DEVICES["cpu"], host_gib=host_gib)
     properties = torch.cuda.get_device_properties(0)
-    return Cluster(devices_per_node=count, device=known_device(properties.name, properties.total_memory))
+    device = known_device(properties.name, properties.total_memory)
+    return Cluster(devices_per_node=count, device=device, host_gib=host_gib)
 
 
 def known_device(name: str, memory_bytes: int) -> Device:

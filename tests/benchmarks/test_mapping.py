@@ -22,9 +22,10 @@ def product() -> dict[str, Tensor]:
 
 
 def test_torchtitans_queries_and_keys_meet_in_its_rotary_pairs_as_in_ours() -> None:
-    """Scores are equal: ours turns (i, i + E/2), a complex product turns (2 i, 2 i + 1)."""
-    weights, x = product(), torch.randn(1, 6, DIMS.dim)
-    table = rotary_table(torch.arange(6), DIMS.head_dim, DIMS.rope_theta)
+    """Scores are equal: ours turns (i, i + E/2), a complex product turns (2 i, 2 i + 1). In fp64, as sums cancel."""
+    weights = {name: value.double() for name, value in product().items()}
+    x = torch.randn(1, 6, DIMS.dim, dtype=torch.float64)
+    table = rotary_table(torch.arange(6), DIMS.head_dim, DIMS.rope_theta).double()
     turns = torch.complex(*(part.squeeze(-2) for part in table))[None, :, None]  # (1, T, 1, E/2)
 
     def ours(kind: str) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 from shoal.cluster import GIB, Cluster
 from shoal.config import Settings, parse
 from shoal.plan import Plan
+from shoal.planner.host import Host
 from shoal.planner.launch import Moment
 from shoal.planner.memory import Category, Memory, Peak, Tensor, judge
 from shoal.planner.predict import Prediction, RankMemory
@@ -33,7 +34,7 @@ def made_prediction(
         peak = Peak(sum(by.values()), Moment(1, "backward", "blocks.0"), by, [tensor], tensor)
         memory = Memory(peak, peak.allocated_bytes + GIB, 2 * GIB, 0, {"backward": peak.allocated_bytes})
         ranks.append(RankMemory(rank, each, memory, judge(memory, plan, cluster)))
-    return Prediction(plan, cluster, ranks, made_timing(plan), 0.0)
+    return Prediction(plan, cluster, ranks, Host(0, 0, None), made_timing(plan), 0.0)
 
 
 def made_timing(plan: Plan, seconds: float = 0.5) -> Timing:

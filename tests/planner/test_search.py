@@ -155,7 +155,7 @@ def test_a_batch_that_nobody_can_deal_out_is_refused() -> None:
 
 def test_the_best_of_each_kind_comes_first_and_what_hardly_fits_last() -> None:
     def each(seconds: float, memory: float = 1.0, **keys: Any) -> Guess:
-        return Guess(Plan.model_validate(keys), 0.0, memory, seconds)
+        return Guess(Plan.model_validate(keys), 0.0, memory, 0.0, seconds)
 
     fast, slower = each(1.0, shard=8, micro_batch=1), each(1.1, shard=8, micro_batch=2)
     tensor, large = each(3.0, tensor=8), each(0.5, 99.0, replicate=8)
