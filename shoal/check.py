@@ -69,7 +69,12 @@ def _would_work(plan: Plan, cluster: Cluster) -> str:
 
 
 def _check_batch(job: Job, plan: Plan) -> None:
-    batch, degree = job.train.global_batch, plan.data_degree
+    batch, degree = job.train.global_batch, plan.all_shares
+    if batch % degree and plan.shares:
+        raise ValueError(
+            f"train.global_batch = {batch} cannot be dealt out by plan.shares = {list(plan.shares)}; use a multiple of their "
+            f"sum, {degree} (such as {-(-batch // degree) * degree}), or other shares"
+        )
     if batch % degree:
         works = [size for size in range(1, batch + 1) if batch % size == 0]
         raise ValueError(
@@ -81,7 +86,7 @@ def _check_batch(job: Job, plan: Plan) -> None:
         works = [size for size in range(1, local + 1) if local % size == 0]
         raise ValueError(
             f"plan.micro_batch = {plan.micro_batch} does not divide a rank's {local} samples "
-            f"(train.global_batch / (replicate x shard)); these do: {works}"
+            f"(train.global_batch / ({'sum of plan.shares' if plan.shares else 'replicate x shard'})); these do: {works}"
         )
 
 
@@ -147,7 +152,7 @@ def _check_pipeline(job: Job, plan: Plan) -> None:
     if plan.pipeline == 1:
         return
     count, _ = plan.micro_batches(job.train.global_batch)
-    local = job.train.global_batch // plan.data_degree
+    local = job.train.global_batch // plan.all_shares
     fits = [
         size
         for size in range(1, local + 1)
@@ -157,7 +162,7 @@ def _check_pipeline(job: Job, plan: Plan) -> None:
         do = (
             f"plan.micro_batch={fits[-1]} would do"
             if fits
-            else f"use a train.global_batch of {plan.data_degree * plan.stages}"
+            else f"use a train.global_batch of {plan.all_shares * plan.stages}"
         )
         raise ValueError(
             f"plan.schedule = {plan.schedule!r} with {count} micro-batches of a rank's {local} samples: {why}; {do}"

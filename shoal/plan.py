@@ -77,6 +77,12 @@ class Plan(BaseModel):
     micro_batch: int | None = Field(
         None, ge=1, description="samples a rank takes at a time; left out: its whole part of the global batch"
     )
+    shares: tuple[int, ...] = Field(
+        (),
+        strict=False,  # TOML has lists
+        description="for each rank of replicate x shard how many times micro_batch it takes at a time, where some devices are "
+        "faster, such as [3, 3, 1, 1]; left out: one",
+    )
     recompute: Literal["none", "full", "selective"] = Field(
         "none",
         description="full: keep only each block's input and run the block again in backward; selective: keep recompute_keep, too",
@@ -109,10 +115,22 @@ class Plan(BaseModel):
             return ()
         return tuple(word.strip() for word in value.split(","))
 
+    @field_validator("shares", mode="before")
+    @classmethod
+    def _as_numbers(cls, value: Any) -> Any:
+        """Numbers with commas between them stand for a list, and one for a list of it: `plan.shares=3,3,1,1`."""
+        if isinstance(value, int):
+            return (value,)
+        if not isinstance(value, str):
+            return value
+        words = [] if value.strip() in ("", "none") else [word.strip() for word in value.split(",")]
+        return tuple(int(word) if word.isdecimal() else word for word in words)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.says_degrees:
             self._check_idle()
+        self._check_shares()
         if self.zero == 0 and self.cut > 1:
             axis = "shard" if self.shard > 1 else "context"
             raise ValueError(
@@ -188,6 +206,19 @@ class Plan(BaseModel):
             )
             raise ValueError(
                 f"zero = {self.zero} cuts over shard x context = 1 ranks, which is not at all; leave it out, or use {instead}"
+            )
+
+    def _check_shares(self) -> None:
+        if not self.shares:
+            return
+        if not self.says_degrees:
+            raise ValueError(
+                "shares are of the ranks of replicate x shard, of which nothing is said: say them, too"
+            )
+        if len(self.shares) != self.data_degree or min(self.shares) < 1:
+            raise ValueError(
+                f"shares = {list(self.shares)} must be one whole number from 1 on for each of the {self.data_degree} ranks of "
+                "replicate x shard"
             )
 
     def _check_offload(self) -> None:
@@ -292,9 +323,23 @@ class Plan(BaseModel):
         place = self.coordinates(rank)
         return place["replicate"] * self.shard + place["shard"]
 
+    @property
+    def all_shares(self) -> int:
+        """Micro-batches that ranks with different samples take at a time."""
+        return sum(self.shares) or self.data_degree
+
+    def share(self, data_rank: int) -> tuple[int, int]:
+        """(micro-batches that those before it take at a time, those that one of `range(data_degree)` takes).
+
+        Example:
+            >>> Plan(replicate=4, shares=(3, 3, 1, 1)).share(2)
+            (6, 1)
+        """
+        return (sum(self.shares[:data_rank]), self.shares[data_rank]) if self.shares else (data_rank, 1)
+
     def micro_batches(self, global_batch: int) -> tuple[int, int]:
-        """(micro-batches a rank runs in a step, samples in each)."""
-        local = global_batch // self.data_degree
+        """(micro-batches a rank runs in a step, samples in each, where its share is one)."""
+        local = global_batch // self.all_shares
         micro = local if self.micro_batch is None else self.micro_batch
         return local // micro, micro
 
@@ -314,6 +359,8 @@ class Plan(BaseModel):
             text += f", {self.schedule} of {self.stages} stages"
         if self.micro_batch is not None:
             text += f", micro-batch {self.micro_batch}"
+        if self.shares:
+            text += f", shares {':'.join(map(str, self.shares))}"
         if self.recompute != "none":
             text += f", recompute {self.recompute}"
             if self.recompute == "selective":

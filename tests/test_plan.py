@@ -91,6 +91,13 @@ def test_zero_is_3_unless_said_and_0_with_nothing_to_shard(keys: dict[str, Any],
         ({"context": 2, "recompute": "selective", "compile": True}, 'context_by = "all_to_all"'),
         ({"shard": 2, "expert": 2, "recompute": "selective", "compile": True}, 'recompute = "full"'),
         ({"replicas": 2}, "not permitted"),
+        ({"shares": [2, 1]}, "of which nothing is said: say them, too"),
+        (
+            {"shard": 2, "tensor": 2, "shares": [2, 1, 1, 1]},
+            "one whole number from 1 on for each of the 2 ranks",
+        ),
+        ({"replicate": 2, "shares": [2, 0]}, "one whole number from 1 on"),
+        ({"replicate": 2, "shares": "2,some"}, "valid integer"),
         (
             {"shard": 2, "schedule": "zbv"},
             "schedule = 'zbv' .* pipeline = 1; leave it out, or use pipeline = 2",

@@ -121,6 +121,8 @@ def require_equal_work(settings: Settings) -> None:
         )
     if job.train.precision not in ("bf16", "fp32"):
         raise ValueError(f"peers train in bf16 or fp32, not {job.train.precision}: add train.precision=bf16")
+    if plan.shares:
+        raise ValueError("peers give each rank as many samples as any other: leave plan.shares out")
     _, size = plan.micro_batches(job.train.global_batch)
     if job.train.global_batch != size * plan.world_size:
         raise ValueError(

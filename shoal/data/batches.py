@@ -297,8 +297,9 @@ def _stream(
     part = Slice(cut.global_batch, cut.offset, cut.local, cut.size, steps.start, steps.stop, limit)
     if data.sharded:
         _check_sharded(plan, world)
-        rank = cut.offset // cut.local
-        share = None if limit is None else limit // plan.data_degree + (rank < limit % plan.data_degree)
+        rank, together = plan.data_rank(world.rank), plan.all_shares
+        before, own = plan.share(rank)
+        share = None if limit is None else limit * before // -together - limit * (before + own) // -together
         key = f"{key}/{rank}"
         part = part._replace(unit=cut.local, offset=0, limit=share)
 

@@ -47,12 +47,17 @@ class WorldLike(Protocol):
 
 
 class Cut(NamedTuple):
-    """A rank's place in every global batch: `count` micro-batches of `size` samples from `offset` on."""
+    """A rank's place in every global batch: `count` micro-batches of `size` samples from `offset` on.
+
+    Of all ranks' first micro-batches together, of `together` samples, its own begins at `at`; so do their second ones.
+    """
 
     global_batch: int
     offset: int
     count: int
     size: int
+    at: int
+    together: int
 
     @property
     def local(self) -> int:
@@ -82,7 +87,7 @@ def cut_for(plan: Plan, world: WorldLike, global_batch: int) -> Cut:
     Example:
         >>> from types import SimpleNamespace
         >>> cut_for(Plan(replicate=2, micro_batch=2), SimpleNamespace(rank=1, size=2), global_batch=8)
-        Cut(global_batch=8, offset=4, count=2, size=2)
+        Cut(global_batch=8, offset=4, count=2, size=2, at=2, together=4)
     """
     if world.size != plan.world_size or not 0 <= world.rank < world.size:
         raise ValueError(
@@ -90,13 +95,20 @@ def cut_for(plan: Plan, world: WorldLike, global_batch: int) -> Cut:
             f"{world.size}"
         )
     micro_batch = plan.micro_batch or 1
-    if global_batch % (plan.data_degree * micro_batch):
+    if global_batch % (plan.all_shares * micro_batch):
         raise ValueError(
-            f"train.global_batch = {global_batch} is not {plan.data_degree} (replicate x shard) x a whole "
+            f"train.global_batch = {global_batch} is not {plan.all_shares} ({_of_shares(plan)}) x a whole "
             f"number of micro-batches of {micro_batch} samples (plan.micro_batch): change one of them"
         )
     count, size = plan.micro_batches(global_batch)
-    return Cut(global_batch, plan.data_rank(world.rank) * count * size, count, size)
+    before, share = plan.share(plan.data_rank(world.rank))
+    return Cut(
+        global_batch, before * count * size, count, share * size, before * size, plan.all_shares * size
+    )
+
+
+def _of_shares(plan: Plan) -> str:
+    return "the sum of plan.shares" if plan.shares else "replicate x shard"
 
 
 def train_portions(cut: Cut, seed: int, n: int, shuffle: bool) -> Portions:
@@ -119,14 +131,12 @@ def eval_portions(cut: Cut, samples: int, fixed_count: bool) -> Portions:
     Ranks take micro-batches in turn. The last step has only as many as are needed, the same number on every
     rank, unless `fixed_count` (a pipeline schedule is built for one number).
     """
-    ranks = cut.global_batch // cut.local
-    rank = cut.offset // cut.local
 
     def portions(step: int) -> tuple[Portion, ...]:
         start = step * cut.global_batch
-        needed = -(-min(samples - start, cut.global_batch) // (ranks * cut.size))
+        needed = -(-min(samples - start, cut.global_batch) // cut.together)
         return tuple(
-            _eval_portion(start + (number * ranks + rank) * cut.size, cut.size, samples)
+            _eval_portion(start + number * cut.together + cut.at, cut.size, samples)
             for number in range(cut.count if fixed_count else needed)
         )
 

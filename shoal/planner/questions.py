@@ -78,7 +78,7 @@ def largest(
 def _values(settings: Settings, plan: Plan, size: Size) -> list[int]:
     """What can be tried, ascending."""
     if size == "micro_batch":
-        local = settings.train.global_batch // (plan.replicate * plan.shard)
+        local = settings.train.global_batch // plan.all_shares
         most = local // plan.pipeline  # a pipeline's micro-batches are as many as its ranks, at least
         return [value for value in range(1, most + 1) if local % value == 0]
     now = _now(settings, plan, size)

@@ -116,7 +116,7 @@ def words_of(plan: Plan, settings: Settings) -> str:
 
 def _word(value: Any) -> str:
     if isinstance(value, tuple):
-        return ",".join(value) or "none"
+        return ",".join(map(str, value)) or "none"
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -46,10 +46,11 @@ def work_of(settings: Settings) -> Work:
 
     def batch(plan: Plan, rank: int, step: int) -> StepBatch:
         count, size = plan.micro_batches(job.train.global_batch)
-        first = plan.data_rank(rank) * count * size
+        before, share = plan.share(plan.data_rank(rank))
+        first, own = before * count * size, share * size
         enough = min(count, _enough(plan, count))
         return StepBatch(
-            step, tuple(MicroBatch(samples(size), first + number * size, size) for number in range(enough))
+            step, tuple(MicroBatch(samples(own), first + number * own, own) for number in range(enough))
         )
 
     return Work(

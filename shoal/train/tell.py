@@ -43,6 +43,7 @@ def introduce(training: Training, done: int) -> None:
     say(
         f"batch    {train.global_batch} samples = {plan.data_degree} {_many(plan.data_degree, 'rank')} x {count} "
         f"{_many(count, 'micro-batch')} x {micro}"
+        + (f" x {':'.join(map(str, plan.shares))}" if plan.shares else "")
     )
     say(f"run      {run.path}" + (f", going on after step {done}" if done else ""))
     # going on is what a run directory is for, also where this run began anew

@@ -28,7 +28,8 @@ def shrink_plan(plan: Plan, most: int = MOST_RANKS) -> Plan:
         axis = max(degrees, key=lambda name: (degrees[name] > 2, degrees[name], name == "replicate"))
         degrees[axis] = max(1, _largest_divisor(degrees[axis]))
     smaller = plan.model_copy(update=degrees)
-    keys = smaller.model_dump() | {"expert": math.gcd(plan.expert, smaller.sharing)}
+    shares = tuple(1 + (share > min(plan.shares)) for share in plan.shares[: smaller.data_degree])
+    keys = smaller.model_dump() | {"expert": math.gcd(plan.expert, smaller.sharing), "shares": shares}
     return Plan.model_validate(effective(keys))
 
 
@@ -46,7 +47,7 @@ def shrink(settings: Settings, plan: Plan, steps: int = STEPS) -> tuple[Settings
     count = max(2, 2 * plan.pipeline if plan.pipeline > 1 else 2)
     size = min(2, plan.micro_batch or 2)
     small = plan.model_copy(update={"micro_batch": size, "compile": False})
-    batch = plan.data_degree * count * size
+    batch = plan.all_shares * count * size
     train = settings.train.model_copy(update={"global_batch": batch, "steps": steps, "eval_every": 0})
     optimizer = settings.optimizer.model_copy(update={"warmup": min(2, settings.optimizer.warmup)})
     changed: dict[str, object] = {"train": train, "optimizer": optimizer}

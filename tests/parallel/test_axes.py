@@ -57,6 +57,8 @@ TOGETHER: list[dict[str, Any]] = [
     {"pipeline": 2, "shard": 2, "micro_batch": 2},
     {"pipeline": 2, "shard": 2, "zero": 3, "micro_batch": 2},
     {"pipeline": 2, "replicate": 2, "micro_batch": 2},
+    {"pipeline": 2, "replicate": 2, "micro_batch": 2, "shares": (3, 1)},
+    {"context": 2, "shard": 2, "zero": 3, "micro_batch": 2, "shares": (1, 3)},
     {"pipeline": 2, "tensor": 2, "micro_batch": 2},
     {"pipeline": 2, "context": 2, "micro_batch": 2, "recompute": "full"},
 ]

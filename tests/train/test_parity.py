@@ -26,7 +26,14 @@ def plans(ranks: int) -> dict[str, Plan]:
     found = {"replicate": Plan(replicate=ranks)} | {
         f"zero{stage}": Plan.model_validate({"shard": ranks, "zero": stage}) for stage in (1, 2, 3)
     }
+    if ranks == 2:
+        found |= {
+            f"zero{stage} 3:1": Plan.model_validate({"shard": 2, "zero": stage, "shares": (3, 1)})
+            for stage in (1, 2, 3)
+        }
+        found["replicate 1:3"] = Plan(replicate=2, shares=(1, 3))
     if ranks == 4:
+        found["hybrid zero2 1:2:2:3"] = Plan(replicate=2, shard=2, zero=2, shares=(1, 2, 2, 3))
         found |= {
             f"hybrid zero{stage}": Plan.model_validate({"replicate": 2, "shard": 2, "zero": stage})
             for stage in (1, 2, 3)
@@ -38,7 +45,7 @@ def cases(ranks: int) -> dict[str, tuple[Plan, Precision]]:
     """Plan and precision by name. More ranks in fp32 do nothing that fewer don't: with 4, only accumulation is left out there."""
     return {
         f"{ranks}-{name}-{accumulation}-{precision}": (
-            plan.model_copy(update={"micro_batch": BATCH // ranks // accumulation}),
+            plan.model_copy(update={"micro_batch": max(1, BATCH // plan.all_shares // accumulation)}),
             precision,
         )
         for name, plan in plans(ranks).items()

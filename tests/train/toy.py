@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.data.cut import MicroBatch, StepBatch
+from shoal.data.cut import MicroBatch, StepBatch, cut_for
 from shoal.job import Optimizer, Precision
 from shoal.models.llama import Llama
 from shoal.models.presets import LlamaDims
@@ -21,6 +21,7 @@ from shoal.train.objective import NextToken
 from shoal.train.schedule import learning_rate
 from shoal.train.step import Step
 from shoal.world import World
+from tests.data.sources import Place
 
 DIMS = LlamaDims(
     dim=24, layers=2, heads=4, kv_heads=2, ffn=40, vocab=50, tied=True, rope_theta=10000.0, norm_eps=1e-5
@@ -59,11 +60,10 @@ def global_batch(step: int) -> dict[str, Tensor]:
 
 def part_of(batch: dict[str, Tensor], step: int, plan: Plan, rank: int) -> StepBatch:
     """A rank's part of a global batch."""
-    count, size = plan.micro_batches(BATCH)
-    first = plan.data_rank(rank) * count * size
+    cut = cut_for(plan, Place(rank, plan.world_size), BATCH)
     micro = [
-        MicroBatch({k: v[at : at + size] for k, v in batch.items()}, step * BATCH + at, size)
-        for at in range(first, first + count * size, size)
+        MicroBatch({k: v[at : at + cut.size] for k, v in batch.items()}, step * BATCH + at, cut.size)
+        for at in range(cut.offset, cut.offset + cut.local, cut.size)
     ]
     return StepBatch(step, tuple(micro))
 
