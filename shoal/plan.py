@@ -11,6 +11,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shoal.words import ordinal, runs_text
+
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """Mesh axes in rank order, the slowest link first. `expert` re-uses ranks of shard, context and tensor: see `sharing`."""
 
@@ -81,7 +83,7 @@ class Plan(BaseModel):
         (),
         strict=False,  # TOML has lists
         description="for each rank of replicate x shard how many times micro_batch it takes at a time, where some devices are "
-        "faster, such as [3, 3, 1, 1]; left out: one",
+        'faster: [3, 3, 1, 1], or "3x2,1x2"; left out: one',
     )
     recompute: Literal["none", "full", "selective"] = Field(
         "none",
@@ -118,13 +120,14 @@ class Plan(BaseModel):
     @field_validator("shares", mode="before")
     @classmethod
     def _as_numbers(cls, value: Any) -> Any:
-        """Numbers with commas between them stand for a list, and one for a list of it: `plan.shares=3,3,1,1`."""
-        if isinstance(value, int):
-            return (value,)
+        """Numbers with commas between them stand for a list, and 3x8 for eight threes: `plan.shares=3x8,1x8`."""
         if not isinstance(value, str):
-            return value
-        words = [] if value.strip() in ("", "none") else [word.strip() for word in value.split(",")]
-        return tuple(int(word) if word.isdecimal() else word for word in words)
+            return (value,) if isinstance(value, int) else value
+        found: list[Any] = []
+        for word in [] if value.strip() in ("", "none") else value.split(","):
+            number, _, times = word.strip().partition("x")
+            found += [int(number)] * int(times or 1) if f"{number}{times}".isdecimal() else [word]
+        return tuple(found)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -360,7 +363,7 @@ class Plan(BaseModel):
         if self.micro_batch is not None:
             text += f", micro-batch {self.micro_batch}"
         if self.shares:
-            text += f", shares {':'.join(map(str, self.shares))}"
+            text += f", shares {runs_text(self.shares)}"
         if self.recompute != "none":
             text += f", recompute {self.recompute}"
             if self.recompute == "selective":
@@ -409,9 +412,3 @@ def effective(keys: dict[str, Any]) -> dict[str, Any]:
         for key, value in keys.items()
         if (key not in _IDLE_WITHOUT or keys.get(_IDLE_WITHOUT[key], 1) > 1) and (key != "zero" or cuts)
     }
-
-
-def ordinal(number: int) -> str:
-    """2nd, 3rd, 11th."""
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"

@@ -83,6 +83,11 @@ def plan(
         raise fail(str(error)) from error
     if smallest or largest is not None:
         _refuse_together(settings, smallest=smallest, largest=largest, search=search, html=html)
+    if (said := _said(settings, on)) and "+" in said:
+        asked = {"--search": search, "--smallest": smallest, "--largest": largest, "--html": html}
+        if more := [name for name, given in asked.items() if given]:
+            raise fail(f"{more[0]} is for devices of one kind, and these are {said!r}; ask about one plan")
+        raise typer.Exit(0 if _mixed(settings, said, ask, price, as_json=as_json) else 1)
     if smallest or search:
         cluster = _smallest(settings, _cluster(settings, on), ask) if smallest else _cluster(settings, on)
         fits = _search(settings, cluster, ask, most, price, as_json=as_json)
@@ -226,10 +231,39 @@ def _cluster(settings: Settings, on: str | None) -> Cluster:
     from shoal.world import detect_cluster
 
     try:
-        said = on or (settings.cluster if settings.cluster != "auto" else None)
+        said = _said(settings, on)
         return Cluster.parse(said) if said else detect_cluster()
     except ValueError as error:
         raise fail(str(error)) from error
+
+
+def _said(settings: Settings, on: str | None) -> str | None:
+    return on or (settings.cluster if settings.cluster != "auto" else None)
+
+
+def _mixed(settings: Settings, said: str, ask: Ask, price: float | None, *, as_json: bool) -> bool:
+    """Whether it fits devices of several kinds."""
+    from shoal.cli.show import fail, stdout_on_stderr
+    from shoal.launch.ready import complete_plan
+    from shoal.planner.memory import Fit
+    from shoal.planner.mixed import parse_mixed, predict_mixed, together
+    from shoal.planner.show import mixed_as_json, show_mixed
+
+    try:
+        with stdout_on_stderr(active=True):
+            kinds = parse_mixed(said)
+            least = min(kinds, key=lambda kind: kind.cluster.device.memory_bytes or 0)
+            plan = complete_plan(settings, together(kinds, least))
+            found = predict_mixed(
+                settings, plan, kinds, expandable=ask.expandable, profile=ask.profile, tell=_on_stderr
+            )
+    except ValueError as error:
+        raise fail(str(error)) from error
+    if as_json:
+        typer.echo(json.dumps(mixed_as_json(found, settings, price)))
+    else:
+        show_mixed(found, settings, price)
+    return found.fit is not Fit.NOT
 
 
 def _predicted(

@@ -1,8 +1,8 @@
 """A job on devices of several kinds, such as of two generations: how many samples each takes, and what a step takes then.
 
 Every rank runs as many micro-batches as any other, and a step ends with the slowest: so those of faster devices are larger
-(`plan.shares`). What a sample takes on each kind is simulated once, sizes are chosen by it, and a step with them is simulated on a
-rank of each kind. Collectives are as slow as the slowest kind's.
+(`plan.shares`). What a sample takes on each kind is simulated once, sizes are chosen by it, and a step with them is simulated on
+a rank of each kind. Collectives are as slow as the slowest kind's.
 """
 
 from __future__ import annotations
@@ -117,6 +117,8 @@ def predict_mixed(
     """
     began = time.perf_counter()
     _require_whole_groups(plan, kinds)
+    if plan.world_size != sum(kind.cluster.num_devices for kind in kinds):
+        check(settings.job, plan, together(kinds, kinds[0]))  # which says so
     looks = _Looks(settings, kinds, expandable, profile)
     if plan.shares:
         return looks.at(plan)._replace(seconds=time.perf_counter() - began)
@@ -180,8 +182,8 @@ def _best(plan: Plan, looks: _Looks, tell: Told) -> Mixed:
         return found
     degrees = [_groups(plan, kind) for kind in looks.kinds]
     raise ValueError(
-        f"train.global_batch = {looks.settings.train.global_batch} is no whole number of micro-batches of up to {most} samples for "
-        f"{' and '.join(map(str, degrees))} ranks; use another one"
+        f"train.global_batch = {looks.settings.train.global_batch} is no whole number of micro-batches of up to {most} samples "
+        f"for {' and '.join(map(str, degrees))} ranks; use another one"
     )
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from shoal.cluster import GIB
 from shoal.config import Settings
 from shoal.planner.memory import Category, Memory
+from shoal.planner.mixed import Mixed
 from shoal.planner.picture import step_of
 from shoal.planner.predict import Prediction, RankMemory
 from shoal.planner.search import Found
@@ -58,6 +59,67 @@ def show(prediction: Prediction) -> None:
     for line in _step_lines(prediction.timing):
         console.print(line, markup=False)
     console.print(f"         simulated in {prediction.seconds:.1f} s", markup=False)
+
+
+def show_mixed(found: Mixed, settings: Settings, price: float | None) -> None:
+    """Print what a plan needs on devices of several kinds."""
+    console = Console(highlight=False, soft_wrap=True)
+    on = " + ".join(each.kind.cluster.describe() for each in found.kinds)
+    console.print(f"{found.plan.describe()} on {on}", markup=False)
+    table = Table(box=None, pad_edge=False)
+    for name in ("devices", "ranks", "micro-batch", "ms of computing", "device GiB", "verdict"):
+        table.add_column(name, justify="left" if name in ("devices", "verdict") else "right")
+    for each in found.kinds:
+        ranks = each.kind.ranks
+        table.add_row(
+            each.kind.cluster.describe(), f"{ranks.start}-{ranks.stop - 1}", str(each.samples),
+            f"{1e3 * each.computing_s:.1f}", f"{each.memory.device_bytes / GIB:.1f}", each.verdict.fit.value,
+        )  # fmt: skip
+    console.print(table)
+    for advice in dict.fromkeys(advice for each in found.kinds for advice in each.verdict.advice):
+        console.print(f"         try {advice}", markup=False)
+    for line in _step_lines(found.timing):
+        console.print(line, markup=False)
+    if found.equal_s is not None:
+        console.print(
+            f"equal    {1e3 * found.equal_s:.1f} ms with as many samples for each rank", markup=False
+        )
+    console.print(f"take     {words_of(found.plan, settings)}", markup=False)
+    if price is not None:
+        devices = sum(each.kind.cluster.num_devices for each in found.kinds)
+        costs = settings.train.steps * found.timing.seconds / HOUR_S * devices * price
+        console.print(f"cost     {costs:,.2f} for {settings.train.steps} steps", markup=False)
+    console.print(f"         simulated in {found.seconds:.1f} s", markup=False)
+
+
+def mixed_as_json(found: Mixed, settings: Settings, price: float | None) -> dict[str, Any]:
+    """The same as plain data."""
+    kinds = [
+        {
+            "cluster": each.kind.cluster.describe(),
+            "ranks": [each.kind.ranks.start, each.kind.ranks.stop],
+            "micro_batch": each.samples,
+            "computing_s": each.computing_s,
+            "device_bytes": each.memory.device_bytes,
+            "fit": each.verdict.fit.value,
+            "margin_bytes": each.verdict.margin_bytes,
+        }
+        for each in found.kinds
+    ]
+    devices = sum(each.kind.cluster.num_devices for each in found.kinds)
+    costs = {} if price is None else {
+        "run_costs": settings.train.steps * found.timing.seconds / HOUR_S * devices * price
+    }  # fmt: skip
+    return {
+        "plan": found.plan.model_dump(),
+        "words": words_of(found.plan, settings),
+        "fit": found.fit.value,
+        "kinds": kinds,
+        "step": step_of(found.timing),
+        "equal_s": found.equal_s,
+        "seconds": round(found.seconds, 3),
+        **costs,
+    }
 
 
 def _shown(ranks: list[RankMemory]) -> list[RankMemory]:

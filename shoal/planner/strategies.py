@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from shoal.cluster import Cluster
 from shoal.config import Settings
 from shoal.plan import AXES, Plan, effective
+from shoal.words import runs_text
 
 MOST_COUNTS = 4  # numbers of devices that are shown: each is as many simulations as there are strategies
 DEGREES = (*AXES, "expert")
@@ -106,7 +107,7 @@ def words_of(plan: Plan, settings: Settings) -> str:
         if value is None and key in said:  # nothing can be unsaid, so it is said as it is in force
             value = {"zero": plan.zero_stage, "virtual_stages": plan.stages_per_rank}.get(key)
         if value is not None and (value != getattr(default, key) or key in said):
-            words.append(f"plan.{key}={_word(value)}")
+            words.append(f"plan.{key}={runs_text(value) or 'none' if key == 'shares' else _word(value)}")
     return (
         " ".join(words)
         if any(word[5:].partition("=")[0] in DEGREES for word in words)
@@ -116,7 +117,7 @@ def words_of(plan: Plan, settings: Settings) -> str:
 
 def _word(value: Any) -> str:
     if isinstance(value, tuple):
-        return ",".join(map(str, value)) or "none"
+        return ",".join(value) or "none"
     return value if isinstance(value, str) else json.dumps(value)
 
 

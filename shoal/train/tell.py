@@ -16,6 +16,7 @@ from shoal.parallel.initialise import build_on_meta
 from shoal.run import read_json_lines, write_whole
 from shoal.train.bad import bad_events
 from shoal.train.setup import Training
+from shoal.words import runs_text
 from shoal.world import detect_cluster
 
 
@@ -42,8 +43,7 @@ def introduce(training: Training, done: int) -> None:
     say(f"plan     {plan.describe()}; {world.size} x {world.device.type}, {world.backend}")
     say(
         f"batch    {train.global_batch} samples = {plan.data_degree} {_many(plan.data_degree, 'rank')} x {count} "
-        f"{_many(count, 'micro-batch')} x {micro}"
-        + (f" x {':'.join(map(str, plan.shares))}" if plan.shares else "")
+        f"{_many(count, 'micro-batch')} x {micro}" + (f" x {runs_text(plan.shares)}" if plan.shares else "")
     )
     say(f"run      {run.path}" + (f", going on after step {done}" if done else ""))
     # going on is what a run directory is for, also where this run began anew

@@ -139,3 +139,15 @@ def test_the_largest_micro_batch_is_told_with_its_cost(monkeypatch: pytest.Monke
 def test_questions_that_are_not_one_are_refused(words: list[str], why: str) -> None:
     found = plan(*words, "--on", "2 h100")
     assert found.exit_code == 2 and why in " ".join(found.output.split())
+
+
+def test_a_plan_of_devices_of_two_kinds_tells_both() -> None:
+    words = ["plan.shard=2", "plan.zero=2", "plan.compile=false", "--on", "1 h100 + 1 l40s"]
+    found = plan(*words, "--price", "2")
+    assert found.exit_code == 0, found.output
+    assert "1 h100 + 1 l40s" in found.output and "take     plan.shard=2" in found.output
+    assert "cost" in found.output
+    told = json.loads(plan(*words, "--json").stdout)
+    assert [kind["cluster"] for kind in told["kinds"]] == ["1 h100", "1 l40s"]
+    refused = plan("plan.shard=2", "--search", "--on", "1 h100 + 1 l40s")
+    assert refused.exit_code == 2 and "--search is for devices of one kind" in refused.stderr
