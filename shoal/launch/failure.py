@@ -304,7 +304,8 @@ def holds_up(ends: Sequence[End], calls: Mapping[int, Calls]) -> tuple[End, str]
     waited = [end.rank for end in ends if end in alive or (end.error and end.error.secondary)]
     absence = find_absence(calls, gone=[rank for rank in calls if rank not in waited])
     named = [end for end in alive if absence and end.rank in absence.ranks]
-    return behind(named or alive or ends), absence.text if absence and named else ""
+    still = [end for end in alive if end.stopped]
+    return behind(still or named or alive or ends), absence.text if absence and named else ""
 
 
 def line_of(stack: str) -> str:

@@ -28,6 +28,7 @@ SETTLE_S = 2.0  # how long other ranks may take to end by themselves, once one h
 STACK_S = 0.3  # how long a rank takes to write its stack on SIGUSR1
 START_S = 120.0  # importing torch from a busy network disk can take a minute
 POLL_S = 0.1
+STOPPED_LOOKS = 5  # at a stopped process, before it is taken to stay so: after a suspension not all processes go on at once
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -83,6 +84,8 @@ class Watch:
     passed_on: int = 0
     made_room: bool = False
     warned: float = 0.0
+    stopped: dict[int, int] = field(default_factory=dict)
+    """at how many looks in a row the process of a rank was stopped"""
     silent: Sequence[int] = ()
     """ranks that did not write their stacks when they were asked last"""
     began: float = field(default_factory=time.monotonic)
@@ -108,6 +111,8 @@ class Watch:
                 if self._failed(ends) or self._calls_differ(ends):
                     return self._stop_all(0.0)
                 stalled = self._stalled_s(ends)
+                if self._stand_still(ends):
+                    return self._stop_all(stalled)
                 if stalled > self.deadline_s and all(end.finished for end in ends):
                     self._end_the_rest()
                     break
@@ -134,6 +139,15 @@ class Watch:
     def _failed(self, ends: list[End]) -> bool:
         """Whether a rank said that it failed: leaving a process group on GPUs can take it for ever when others wait."""
         return any(end.status is not None and end.status.state == "failed" for end in ends)
+
+    def _stand_still(self, ends: list[End]) -> bool:
+        """Whether the process of a rank is stopped (SIGSTOP) and stays so: nobody has to wait for the deadline to know it.
+
+        Processes of other machines are not seen from here.
+        """
+        looks = {end.rank: self.stopped.get(end.rank, 0) + 1 for end in ends if end.stopped and self.is_here}
+        self.stopped = looks
+        return max(looks.values(), default=0) >= STOPPED_LOOKS
 
     def _calls_differ(self, ends: list[End]) -> bool:
         """Whether ranks of a group made different calls; tells of slow ranks by the way."""

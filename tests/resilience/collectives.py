@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -49,7 +50,9 @@ def work(group: dist.ProcessGroup, wrong: str) -> None:
     if wrong == "hang":
         while True:
             time.sleep(1000)
-    if wrong == "stop":
+    if wrong in ("stop", "pause"):
+        if wrong == "pause":
+            subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
     part, whole = torch.ones(3), torch.ones(3 * group.size())
     if wrong != "skip":
