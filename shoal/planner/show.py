@@ -86,8 +86,7 @@ def show_mixed(found: Mixed, settings: Settings, price: float | None) -> None:
         )
     console.print(f"take     {words_of(found.plan, settings)}", markup=False)
     if price is not None:
-        devices = sum(each.kind.cluster.num_devices for each in found.kinds)
-        costs = settings.train.steps * found.timing.seconds / HOUR_S * devices * price
+        costs = cost_of(found, settings, price)
         console.print(f"cost     {costs:,.2f} for {settings.train.steps} steps", markup=False)
     console.print(f"         simulated in {found.seconds:.1f} s", markup=False)
 
@@ -106,10 +105,6 @@ def mixed_as_json(found: Mixed, settings: Settings, price: float | None) -> dict
         }
         for each in found.kinds
     ]
-    devices = sum(each.kind.cluster.num_devices for each in found.kinds)
-    costs = {} if price is None else {
-        "run_costs": settings.train.steps * found.timing.seconds / HOUR_S * devices * price
-    }  # fmt: skip
     return {
         "plan": found.plan.model_dump(),
         "words": words_of(found.plan, settings),
@@ -118,8 +113,7 @@ def mixed_as_json(found: Mixed, settings: Settings, price: float | None) -> dict
         "step": step_of(found.timing),
         "equal_s": found.equal_s,
         "seconds": round(found.seconds, 3),
-        **costs,
-    }
+    } | ({} if price is None else {"run_costs": cost_of(found, settings, price)})
 
 
 def _shown(ranks: list[RankMemory]) -> list[RankMemory]:
@@ -245,14 +239,15 @@ def _cells(each: Prediction, settings: Settings, price: float | None) -> list[st
     return [*cells, f"{cost_of(each, settings, price):,.2f}"] if price is not None else cells
 
 
-def cost_of(each: Prediction, settings: Settings, price: float) -> float:
+def cost_of(each: Prediction | Mixed, settings: Settings, price: float) -> float:
     """Of all steps of a job.
 
     Args:
         price: of one device for an hour.
     """
     hours = settings.train.steps * each.timing.seconds / HOUR_S
-    return hours * each.cluster.num_devices * price
+    clusters = [each.cluster] if isinstance(each, Prediction) else [one.kind.cluster for one in each.kinds]
+    return hours * sum(cluster.num_devices for cluster in clusters) * price
 
 
 def search_as_json(found: Found, settings: Settings, price: float | None) -> dict[str, Any]:
