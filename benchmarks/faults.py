@@ -83,7 +83,7 @@ def main() -> int:
         nets = stack.enter_context(networks(3)) if can_make_networks() else None
         for plan, faults in [
             *singles(options.singles, options.seed, options.only),
-            *schedules(options.schedules, options.seed, options.only),
+            *list(schedules(options.schedules, options.seed, options.only))[options.skip :],
         ]:
             if time.monotonic() > until:
                 break
@@ -95,6 +95,7 @@ def main() -> int:
             if not records[-1]["right"]:
                 print(json.dumps(records[-1]), flush=True)
     counts = f"--singles {options.singles} --schedules {options.schedules} --seed {options.seed}"
+    counts += f" --skip {options.skip}" if options.skip else ""
     counts += f" --only {options.only}" if options.only else ""
     found = {"command": f"python benchmarks/faults.py --out DIR {counts}", "machine": facts()}
     found["networks"] = "one a machine" if nets is not None else "the loopback"
@@ -109,6 +110,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--singles", type=int, default=200)
     parser.add_argument("--schedules", type=int, default=500)
+    parser.add_argument("--skip", type=int, default=0, help="of the schedules, the first ones, run before")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--total-s", type=float, default=7200.0)
     parser.add_argument("--only", default="", help="plans whose name has this in it")
