@@ -1,8 +1,9 @@
 """Other estimators of memory beside `shoal plan`, on the same runs on GPUs: what each says of the peak, and how far off it is.
 
-    python benchmarks/estimators.py [--out FILE]
+    python benchmarks/estimators.py [--out FILE] [--calculon CHECKOUT]
 
 Each is its published formula, written anew, on the rows that it can be asked about; no GPU and none of the packages is needed.
+Calculon is asked itself: see `estimators_calculon.py`.
 What `shoal plan` says of the rows is taken from results/reality.json.
 
 Sources: accelerate 1.x, commands/estimate.py (`accelerate estimate-memory`); DeepSpeed, runtime/zero/stage_1_and_2.py and
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.estimators_calculon import Calculon
 from benchmarks.reality import HERE, Real, measured
 from shoal.config import Settings, apply_overrides, load, parse
 from shoal.models.presets import LlamaDims, num_parameters, resolve
@@ -109,29 +111,36 @@ def _megatron_activations(asked: Asked) -> float:
     return 1.05 * total
 
 
+CALCULON = "Calculon"
 ESTIMATORS: dict[str, Callable[[Asked], float | None]] = {
     "accelerate estimate-memory": accelerate,
     "DeepSpeed estimate_zero": deepspeed,
     "Megatron theoretical memory": megatron,
 }
+NAMES = (OURS, *ESTIMATORS, CALCULON)
 
 
 def main() -> int:
     """Compare all rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--calculon", type=Path, default=None, help="a checkout of it, which needs pandas")
     options = parser.parse_args()
+    calculon = None if options.calculon is None else Calculon(options.calculon)
     said = json.loads((HERE / "results" / "reality.json").read_text())["rows"]
     ours = {(row["file"], row["name"], row["words"]): row for row in said if "allocated_gib" in row}
-    found = [compare(real, ours) for real in measured()]
-    kept = {"command": "python benchmarks/estimators.py", "rows": found, "summary": summary(found)}
+    found = [compare(real, ours, calculon) for real in measured()]
+    command = "python benchmarks/estimators.py" + (" --calculon CHECKOUT" if calculon else "")
+    kept = {"command": command, "rows": found, "summary": summary(found), "calculon_times": times(found)}
     if options.out:
         write_whole(options.out, json.dumps(kept, indent=1) + "\n")
     print(table(kept))
     return 0
 
 
-def compare(real: Real, ours: dict[tuple[str, str, str], dict[str, Any]]) -> dict[str, Any]:
+def compare(
+    real: Real, ours: dict[tuple[str, str, str], dict[str, Any]], calculon: Calculon | None = None
+) -> dict[str, Any]:
     """A run's measured peak of allocated memory, and what each says of it; left out where it cannot be asked."""
     row = ours.get((real.file, real.name, shlex.join(real.words)))
     estimates = {} if row is None else {OURS: row["allocated_gib"]["predicted"]}
@@ -141,6 +150,14 @@ def compare(real: Real, ours: dict[tuple[str, str, str], dict[str, Any]]) -> dic
             bytes_ = estimator(asked)
             if bytes_ is not None:
                 estimates[name] = bytes_ / GIB
+    told = None
+    if asked is not None and calculon is not None:
+        told = calculon.ask(asked.dims, asked.plan, asked.length, asked.micro_batch, asked.micro_batches)
+    if told is not None:
+        estimates[CALCULON] = told[0] / GIB
+    step = {} if told is None or "h100" not in real.on else {"measured": real.step_s, "calculon": told[1]}
+    if step and row is not None:
+        step["shoal plan"] = row["step_s"]["predicted"]
     return {
         "file": real.file,
         "name": real.name,
@@ -150,6 +167,7 @@ def compare(real: Real, ours: dict[tuple[str, str, str], dict[str, Any]]) -> dic
             name: {"gib": round(gib, 2), "error": round(gib / real.allocated_gib - 1, 4)}
             for name, gib in estimates.items()
         },
+        **({"step_s": step} if step else {}),
     }
 
 
@@ -173,7 +191,7 @@ def _settings(real: Real) -> Settings:
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Errors without their signs: of all rows that each was asked about, and ours on the same rows."""
     found = {}
-    for name in (OURS, *ESTIMATORS):
+    for name in NAMES:
         on = [row["said"] for row in rows if name in row["said"]]
         if not on:
             continue
@@ -189,6 +207,16 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def times(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Errors of a step's time, without their signs, of the rows on H100s that Calculon was asked about."""
+    steps = [row["step_s"] for row in rows if "step_s" in row and "shoal plan" in row["step_s"]]
+    return {
+        name: round(statistics.mean(abs(step[name] / step["measured"] - 1) for step in steps), 4)
+        for name in ("calculon", "shoal plan")
+        if steps
+    } | {"rows": len(steps)}
+
+
 def table(kept: dict[str, Any]) -> str:
     """The summary, and all rows, as Markdown."""
     lines = [
@@ -198,14 +226,14 @@ def table(kept: dict[str, Any]) -> str:
     for name, each in kept["summary"].items():
         cells = [f"{each[key]:.1%}" for key in ("median", "mean", "worst", "ours_mean")]
         lines.append(f"| {name} | {each['rows']} | {' | '.join(cells)} |")
-    lines += ["", "| run | on | measured GiB | " + " | ".join((OURS, *ESTIMATORS)) + " |"]
-    lines.append("| --- | --- | ---: |" + " ---: |" * (1 + len(ESTIMATORS)))
+    lines += ["", "| run | on | measured GiB | " + " | ".join(NAMES) + " |"]
+    lines.append("| --- | --- | ---: |" + " ---: |" * len(NAMES))
     for row in kept["rows"]:
         cells = [
             f"{row['said'][name]['gib']:.1f} ({row['said'][name]['error']:+.0%})"
             if name in row["said"]
             else ""
-            for name in (OURS, *ESTIMATORS)
+            for name in NAMES
         ]
         lines.append(f"| {row['name']} | {row['on']} | {row['measured_gib']:.1f} | {' | '.join(cells)} |")
     return "\n".join(lines)

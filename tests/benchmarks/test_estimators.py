@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.estimators import (
-    ESTIMATORS,
+    CALCULON,
+    NAMES,
     OURS,
     Asked,
     accelerate,
@@ -18,7 +20,9 @@ from benchmarks.estimators import (
     megatron,
     summary,
     table,
+    times,
 )
+from benchmarks.estimators_calculon import Calculon
 from benchmarks.reality import measured
 from shoal.models.presets import LlamaDims, num_parameters
 from shoal.plan import Plan
@@ -67,10 +71,47 @@ def test_the_kept_table_and_the_documents_are_what_the_script_makes() -> None:
         row = known.get((real.file, real.name, real.allocated_gib))
         if row is not None:  # runs that were kept since are not in it yet
             others = compare(real, {})["said"]
-            assert others == {name: said for name, said in row.items() if name != OURS}
+            assert others == {name: said for name, said in row.items() if name not in (OURS, CALCULON)}
     assert kept["summary"] == summary(kept["rows"])
     shown = (ROOT / "docs/planning.md").read_text()
-    assert all(line in shown for line in table(kept).splitlines()[: 3 + len(ESTIMATORS)])
+    assert all(line in shown for line in table(kept).splitlines()[: 2 + len(NAMES)])
+    off, on_h100s = times(kept["rows"]), kept["calculon_times"]
+    assert off == on_h100s
+    assert f"{100 * off['calculon']:.0f} % off" in " ".join(shown.split())
+    assert f"`shoal plan` is {100 * off['shoal plan']:.0f} % off" in " ".join(shown.split())
+
+
+CHECKOUT = """
+class Llm:
+    class Application(dict): ...
+    class Execution:
+        from_json = staticmethod(dict)
+    def __init__(self, app, logger):
+        self.app = app
+    def compile(self, system, exe):
+        self.exe = exe
+    def run(self, system): ...
+    def get_mem_tier1_cap_req(self):
+        return self.app["feedforward"] * self.exe["num_procs"]
+    def get_total_time(self):
+        return 1.5
+"""
+
+
+def test_calculon_is_asked_about_plans_that_it_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "calculon/llm").mkdir(parents=True)
+    (tmp_path / "systems").mkdir()
+    (tmp_path / "calculon/__init__.py").touch()
+    (tmp_path / "calculon/llm/__init__.py").touch()
+    (tmp_path / "calculon/llm/llm.py").write_text(CHECKOUT)
+    (tmp_path / "calculon/system.py").write_text("System = dict")
+    system = {"networks": [{"size": 8}, {}], "mem1": {"GiB": 80}}
+    (tmp_path / "systems/h100_80g_nvl8.json").write_text(json.dumps(system))
+    calculon = Calculon(tmp_path)
+    assert calculon.ask(DIMS, Plan(tensor=4), 8192, 1, 1) == (1.5 * 14336 * 4, 1.5)
+    for plan in (Plan(shard=4), Plan(context=4, zero=1), Plan(tensor=2, recompute="selective")):
+        assert calculon.ask(DIMS, plan, 8192, 1, 1) is None
 
 
 def test_a_mixture_of_experts_is_not_asked_about() -> None:
