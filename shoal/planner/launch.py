@@ -145,15 +145,21 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Seq
         )
     packet = func._overloadpacket
     if packet in flop_registry and "convolution" in name:
-        out: Any = outputs[0] if len(outputs) == 1 else tuple(outputs)
-        return Cost(
-            "matmul", nbytes, flop_registry[packet](*args, **kwargs, out_val=out), _dtype(first), None
-        )
+        flops = flop_registry[packet](*args, **kwargs, out_val=_as_returned(func, args, outputs))
+        return Cost("matmul", nbytes, flops, _dtype(first), None)
     places = {tensor.device.type for tensor in (*tensors, *outputs) if tensor.dim()}
     if {"cpu", "cuda"} <= places:
         return Cost("transfer", _size(first), 0, _dtype(first), None)
     widens = name in ("aten::_to_copy", "aten::copy_") and _widens(tensors[-1], first)
     return Cost("move", nbytes, 0, _dtype(first), None, WIDENING if widens else 1.0)
+
+
+def _as_returned(func: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> Any:
+    """Of the outputs of a convolution what torch's counter expects: backward gives None for a gradient that nobody asked for."""
+    if "backward" not in func._schema.name:
+        return outputs[0]
+    wanted, given = args[10], iter(outputs)
+    return tuple(next(given) if want else None for want in wanted)
 
 
 def _widens(source: Tensor, made: Tensor) -> bool:

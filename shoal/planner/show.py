@@ -21,11 +21,12 @@ SHOWN = 8  # plans of a search
 MOST_SHOWN = 6  # ranks
 PASSED = 4  # of those that were not simulated
 HOUR_S = 3600.0
+WIDE = 10_000  # characters
 
 
 def show(prediction: Prediction) -> None:
     """Print a prediction."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = _console()
     console.print(f"{prediction.plan.describe()} on {prediction.cluster.describe()}", markup=False)
     table = Table(box=None, pad_edge=False)
     table.add_column("GiB")
@@ -63,7 +64,7 @@ def show(prediction: Prediction) -> None:
 
 def show_mixed(found: Mixed, settings: Settings, price: float | None) -> None:
     """Print what a plan needs on devices of several kinds."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = _console()
     on = " + ".join(each.kind.cluster.describe() for each in found.kinds)
     console.print(f"{found.plan.describe()} on {on}", markup=False)
     table = Table(box=None, pad_edge=False)
@@ -114,6 +115,11 @@ def mixed_as_json(found: Mixed, settings: Settings, price: float | None) -> dict
         "equal_s": found.equal_s,
         "seconds": round(found.seconds, 3),
     } | ({} if price is None else {"run_costs": cost_of(found, settings, price)})
+
+
+def _console() -> Console:
+    """For tables and lines of any width: a terminal breaks what is too long, and nothing is left out."""
+    return Console(highlight=False, soft_wrap=True, width=WIDE)
 
 
 def _shown(ranks: list[RankMemory]) -> list[RankMemory]:
@@ -195,7 +201,7 @@ def _rank_as_json(each: RankMemory) -> dict[str, Any]:
 
 def show_search(found: Found, settings: Settings, price: float | None) -> None:
     """Print what a search came to, the best plan first."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = _console()
     table = Table(box=None, pad_edge=False)
     heads = ["step ms", f"{_unit(found)}/s", "% of peak", "GiB", "verdict"]
     heads += ["run costs"] if price is not None else []

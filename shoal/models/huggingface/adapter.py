@@ -280,9 +280,19 @@ def _first_values(inner: Any) -> dict[str, Tensor]:
             or any(True for _ in module.children())
         ):
             continue
-        real = copy.deepcopy(module).to_empty(device="cpu")
-        for name, parameter in real.named_parameters(recurse=False):
-            parameter.fill_(0.0 if name == "bias" else 1.0)
+        real = copy.copy(
+            module
+        )  # with tensors of its own: those of a simulated world cannot be copied with their module
+        real._parameters = {
+            name: nn.Parameter(
+                torch.full(p.shape, 0.0 if name == "bias" else 1.0, dtype=p.dtype, device="cpu")
+            )
+            for name, p in own.items()
+        }
+        real._buffers = {
+            name: torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+            for name, buffer in module.named_buffers(recurse=False)
+        }
         with torch.random.fork_rng(devices=[]):
             inner._init_weights(real)
         found |= {f"{path}.{name}": p.detach() for name, p in real.named_parameters(recurse=False)}
