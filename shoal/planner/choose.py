@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shoal.cluster import Cluster
+from shoal.cluster import GIB, Cluster
 from shoal.job import NARROW, Train
 from shoal.plan import Plan
 
 SMALL = 500e6  # parameters; below, a step's many small collectives cost more than the update of the whole
 STATE_SHARE = 0.45  # of a device's memory; the rest is for activations and the allocator
+KEPT_SHARE = 0.8  # of what one sample is estimated to leave for backward: of compiled 8B blocks three quarters were there
+OUTSIDE_BYTES = int(4.3 * GIB)  # context and communicators
 
 
 class Workload(NamedTuple):
@@ -86,7 +88,9 @@ def _data_parallel(train: Train, work: Workload, cluster: Cluster) -> Plan:
     budget, per_node = STATE_SHARE * memory, cluster.devices_per_node
     if state + gathered <= budget and (work.parameters < SMALL or cluster.num_devices == 1):
         return Plan(replicate=cluster.num_devices)
-    if per_node > 1 and gathered + state / per_node <= budget:
+    kept = KEPT_SHARE * work.activation_bytes_per_sample + OUTSIDE_BYTES
+    held = gathered + state / per_node
+    if per_node > 1 and held <= budget and held + kept <= memory:
         return Plan(replicate=cluster.nodes, shard=per_node, zero=2)
     if per_node > 1 and state / per_node <= budget:
         return Plan(replicate=cluster.nodes, shard=per_node, zero=3)

@@ -67,6 +67,16 @@ def test_state_takes_less_than_half_of_memory_unless_nothing_would(
         assert plan == Plan(shard=8 * nodes, zero=3, micro_batch=plan.micro_batch), "the most that there is"
 
 
+def test_parameters_are_freed_between_uses_where_one_samples_activations_need_the_room() -> None:
+    """8B at 8,192 tokens: about 16 + 16 GB of states under ZeRO-2, and 64 GB of activations by the estimate."""
+    train = Train(global_batch=8, precision="bf16")
+    on = [
+        choose_plan(train, Workload(8_000_000_000, 64 * 10**9), Cluster.parse(f"8 {kind}"))
+        for kind in ("h100", "h200")
+    ]
+    assert [plan.zero_stage for plan in on] == [3, 2]
+
+
 @pytest.mark.parametrize(
     ("cluster", "parameters", "expected"),
     [
