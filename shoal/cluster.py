@@ -97,6 +97,11 @@ class Cluster(BaseModel):
         )
         host_gib = float(match[4]) if match and match[4] else None
         if not match or match[3] not in DEVICES or 0 in (int(match[2]), int(match[1] or 1), host_gib):
+            if "+" in text:
+                raise ValueError(
+                    f"cluster = {text!r} has several kinds of devices, which only `shoal plan --on` is asked about; to train "
+                    "on them, leave cluster out and start a rank on each, with the plan.shares that it told"
+                )
             raise ValueError(
                 f"cluster = {text!r} is not understood: expected 'devices kind' or 'nodes x devices kind', such as "
                 f"'8 h100' or '4x8 h100', and where it matters ' with 1000 GiB' of host memory a node; kinds: "

@@ -7,6 +7,7 @@ stay inside a node. Frozen, validated data that imports neither torch nor the re
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -123,10 +124,12 @@ class Plan(BaseModel):
         """Numbers with commas between them stand for a list, and 3x8 for eight threes: `plan.shares=3x8,1x8`."""
         if not isinstance(value, str):
             return (value,) if isinstance(value, int) else value
-        found: list[Any] = []
+        found: list[int] = []
         for word in [] if value.strip() in ("", "none") else value.split(","):
-            number, _, times = word.strip().partition("x")
-            found += [int(number)] * int(times or 1) if f"{number}{times}".isdecimal() else [word]
+            match = re.fullmatch(r"\s*([1-9]\d{0,5})(?:x([1-9]\d{0,5}))?\s*", word)
+            if match is None:
+                raise ValueError(f"{word.strip()!r} is not a share; say such as 3, or 3x8 for eight threes")
+            found += [int(match[1])] * int(match[2] or 1)
         return tuple(found)
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ A file is written aside, flushed and renamed, so that a reader sees the old one 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -153,20 +154,28 @@ def told_if_lost() -> Iterator[None]:
         print(f"not written: {error}", file=sys.stderr, flush=True)
 
 
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+"""what a file system says of a file that is not there, or not any more"""
+
+
 def text_of(path: Path) -> str:
     """What a file says; nothing where there is none, which another process can bring about between a look and a read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
+    except OSError as error:
+        if error.errno in GONE:
+            return ""
+        raise
 
 
 def size_of(path: Path) -> int | None:
     """Bytes of a file; None where there is none, which another process can bring about at any time."""
     try:
         return path.stat().st_size
-    except FileNotFoundError:
-        return None
+    except OSError as error:
+        if error.errno in GONE:
+            return None
+        raise
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
+import random
 
 import pytest
 
@@ -13,8 +13,12 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # before torch is imported
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:
     """Random numbers of a test are the same ones whatever ran before it, in whichever process."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -47,10 +47,13 @@ def with_remedy(
     if remedy.plan is None or settings.plan is None:
         return settings
     batch = settings.train.global_batch
-    before, after = (plan.micro_batches(batch)[1] for plan in (settings.plan, remedy.plan))
+    before, after = (
+        plan.micro_batches(batch)[1] * max(plan.shares, default=1) for plan in (settings.plan, remedy.plan)
+    )
     error = next(end.error for end in scene.ends if end.error is not None and end.error.out_of_memory)
     if not quiet:
-        text = f"micro-batches of {after} in place of {before} samples from here on, of the same global batch"
+        most = " at most" if settings.plan.shares else ""
+        text = f"micro-batches of {after}{most} in place of {before} samples from here on, of the same global batch"
         print(text, file=sys.stderr, flush=True)
     with suppress(OSError):
         run.event(

@@ -305,7 +305,8 @@ def holds_up(ends: Sequence[End], calls: Mapping[int, Calls]) -> tuple[End, str]
     absence = find_absence(calls, gone=[rank for rank in calls if rank not in waited])
     named = [end for end in alive if absence and end.rank in absence.ranks]
     still = [end for end in alive if end.stopped]
-    return behind(still or named or alive or ends), absence.text if absence and named else ""
+    found = behind(still or named or alive or ends)
+    return found, absence.text if absence and found in named else ""
 
 
 def line_of(stack: str) -> str:

@@ -100,6 +100,11 @@ def _searched(settings: Settings, cluster: Cluster, tell: Callable[[str], None] 
 def check_early(settings: Settings, cluster: Cluster) -> None:
     """What can be refused before minutes are spent on data."""
     plan = settings.plan
+    if plan is not None and plan.shares and settings.run.nodes:
+        raise ValueError(
+            f"plan.shares = {list(plan.shares)} are of ranks in their order, and with run.nodes machines have ranks in the order "
+            "in which they come; leave shares out, or start the ranks with torchrun or srun"
+        )
     check_spikes(settings)
     if settings.run.search and (why := why_not_searched(settings, cluster)):
         raise ValueError(f"run.search = true, but {why}; leave run.search out")

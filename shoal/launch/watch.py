@@ -28,7 +28,8 @@ SETTLE_S = 2.0  # how long other ranks may take to end by themselves, once one h
 STACK_S = 0.3  # how long a rank takes to write its stack on SIGUSR1
 START_S = 120.0  # importing torch from a busy network disk can take a minute
 POLL_S = 0.1
-STOPPED_LOOKS = 5  # at a stopped process, before it is taken to stay so: after a suspension not all processes go on at once
+STOPPED_S = 2.5  # that a process is stopped, before it is taken to stay so
+STOPPED_LOOKS = 4  # in which it is so, at least: after a suspension of all, the launcher may go on first
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -84,8 +85,8 @@ class Watch:
     passed_on: int = 0
     made_room: bool = False
     warned: float = 0.0
-    stopped: dict[int, int] = field(default_factory=dict)
-    """at how many looks in a row the process of a rank was stopped"""
+    stopped: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """at how many looks in a row the process of a rank was stopped, and since when"""
     silent: Sequence[int] = ()
     """ranks that did not write their stacks when they were asked last"""
     began: float = field(default_factory=time.monotonic)
@@ -145,9 +146,15 @@ class Watch:
 
         Processes of other machines are not seen from here.
         """
-        looks = {end.rank: self.stopped.get(end.rank, 0) + 1 for end in ends if end.stopped and self.is_here}
-        self.stopped = looks
-        return max(looks.values(), default=0) >= STOPPED_LOOKS
+        now, before = time.monotonic(), self.stopped
+        self.stopped = {}
+        for end in ends:
+            if end.stopped and not end.finished and self.is_here:
+                looks, since = before.get(end.rank, (0, now))
+                self.stopped[end.rank] = looks + 1, since
+        return any(
+            looks >= STOPPED_LOOKS and now - since >= STOPPED_S for looks, since in self.stopped.values()
+        )
 
     def _calls_differ(self, ends: list[End]) -> bool:
         """Whether ranks of a group made different calls; tells of slow ranks by the way."""

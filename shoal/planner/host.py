@@ -13,6 +13,7 @@ from shoal.cluster import GIB, Cluster
 from shoal.plan import Plan
 from shoal.planner.memory import Category, Fit, Memory, most_of
 from shoal.planner.trace import Trace
+from shoal.resilience.snapshot import lost_with_one
 
 SLOTS = 2  # states that a rank has room for: see `shoal.resilience.snapshot`
 STATE = (Category.PARAMETERS, Category.OPTIMIZER)
@@ -76,13 +77,15 @@ def host_of(
         copies: whether ranks keep their state in memory for restarts.
     """
     each = plan.world_size // plan.pipeline  # the pipeline is the slowest axis
-    slots = (SLOTS if cluster.nodes == 1 else 2 * SLOTS) if copies else 0  # and those of another node's rank
+    node = cluster.devices_per_node
+    slots = SLOTS if copies else 0
+    if lost_with_one(plan, range(0, plan.world_size, node)):
+        slots *= 2  # and those of another node's rank
     tensors, states = [], []
     for rank, trace in traces.items():
         memory = memories[rank]
         tensors.append(memory.host_bytes if cluster.device.type == "cuda" else memory.peak.allocated_bytes)
         states.append(slots * _state_bytes(trace))
-    node = cluster.devices_per_node
     ranks = [
         [rank // each for rank in range(first, min(first + node, plan.world_size))]
         for first in range(0, plan.world_size, node)

@@ -27,7 +27,8 @@ from shoal.planner.work import rates_without_data, work_of
 
 MOST_SIZE = 16  # samples of a micro-batch, where the plan does not say
 MOST_TIMES = 8  # of the micro-batch that the plan says
-TRIES = 4  # sizes that are simulated until one fits
+MOST_KINDS = 4
+TRIES = 6  # sizes that are simulated until one fits, and of equal shares as well
 Told = Callable[[str], None]
 
 
@@ -86,16 +87,20 @@ def parse_mixed(text: str) -> list[Kind]:
     for part in text.split("+"):
         cluster = Cluster.parse(part)
         kinds.append(Kind(cluster, kinds[-1].ranks.stop if kinds else 0))
+    if len(kinds) > MOST_KINDS:
+        raise ValueError(
+            f"cluster = {text!r}: at most {MOST_KINDS} kinds; say devices of a kind together, such as '4x8 h100'"
+        )
     if len({kind.cluster.device.type for kind in kinds}) > 1:
         raise ValueError(f"cluster = {text!r}: GPUs and CPUs do not share a job")
     return kinds
 
 
 def together(kinds: Sequence[Kind], kind: Kind) -> Cluster:
-    """A cluster of as many devices as all kinds have, all of one of them."""
+    """A cluster of as many devices as all kinds have, all of one of them; host memory of one node says nothing of it."""
     node = math.gcd(*(each.cluster.devices_per_node for each in kinds))
     nodes = sum(each.cluster.num_devices for each in kinds) // node
-    return kind.cluster.model_copy(update={"nodes": nodes, "devices_per_node": node})
+    return kind.cluster.model_copy(update={"nodes": nodes, "devices_per_node": node, "host_gib": None})
 
 
 def predict_mixed(
@@ -122,14 +127,11 @@ def predict_mixed(
     looks = _Looks(settings, kinds, expandable, profile)
     if plan.shares:
         return looks.at(plan)._replace(seconds=time.perf_counter() - began)
-    equal, equal_s = _equal(plan, looks), None
-    if equal is not None:
-        found = looks.at(equal)
-        tell(f"equal shares: {1e3 * found.timing.seconds:.1f} ms, {found.fit}")
-        equal_s = found.timing.seconds if found.fit is not Fit.NOT else None
+    equal = _equal(plan, looks, tell)
     best = _best(plan, looks, tell)
-    if equal is not None and equal_s is not None and (best.fit is Fit.NOT or equal_s <= best.timing.seconds):
-        best = looks.at(equal)
+    if equal is not None and (best.fit is Fit.NOT or equal.timing.seconds <= best.timing.seconds):
+        best = equal
+    equal_s = None if equal is None else equal.timing.seconds
     return best._replace(equal_s=equal_s, seconds=time.perf_counter() - began)
 
 
@@ -138,6 +140,10 @@ def _require_whole_groups(plan: Plan, kinds: Sequence[Kind]) -> None:
         raise ValueError(
             f"plan.pipeline = {plan.pipeline}: of several kinds of devices ranks take as many samples as they are fast, and "
             "stages of a pipeline are of equally many blocks; use other axes"
+        )
+    if plan.expert > 1:
+        raise ValueError(
+            f"plan.expert = {plan.expert}: rows that one kind gets from another are not simulated; use other axes"
         )
     group = plan.tensor * plan.context
     for kind in kinds:
@@ -148,34 +154,38 @@ def _require_whole_groups(plan: Plan, kinds: Sequence[Kind]) -> None:
             )
 
 
-def _equal(plan: Plan, looks: _Looks) -> Plan | None:
-    """The plan as it is, if the batch can be dealt out so."""
-    local = looks.settings.train.global_batch // plan.data_degree
-    size = plan.micro_batch or max(
-        (size for size in range(1, min(local, MOST_SIZE) + 1) if local % size == 0), default=1
-    )
-    equal = plan.model_copy(update={"micro_batch": size})
-    try:
-        check(looks.settings.job, equal, looks.cluster)
-    except ValueError:
-        return None
-    return equal
+def _equal(plan: Plan, looks: _Looks, tell: Told) -> Mixed | None:
+    """As many samples for each rank, the most at a time that fit; None where they cannot be dealt out so, or do not fit."""
+    local, left = divmod(looks.settings.train.global_batch, plan.data_degree)
+    most = plan.micro_batch or MOST_SIZE
+    sizes = [size for size in range(min(local, most), 0, -1) if not left and local % size == 0]
+    for size in sizes[:1] if plan.micro_batch else sizes[:TRIES]:
+        try:
+            found = looks.at(plan.model_copy(update={"micro_batch": size}))
+        except ValueError:
+            return None
+        tell(f"equal shares, micro-batch {size}: {1e3 * found.timing.seconds:.1f} ms, {found.fit}")
+        if found.fit is not Fit.NOT:
+            return found
+    return None
 
 
 def _best(plan: Plan, looks: _Looks, tell: Told) -> Mixed:
     """The fastest sizes that fit, of those that come first by the times of a sample."""
     found: Mixed | None = None
+    tried: set[tuple[int, ...]] = set()
     most = [MOST_TIMES * plan.micro_batch if plan.micro_batch else MOST_SIZE] * len(looks.kinds)
     for _ in range(TRIES):
         sizes = next(_sizes(plan, looks, most), None)
-        if sizes is None:
+        if sizes is None or sizes in tried:
             break
+        tried.add(sizes)
         found = looks.at(_with_sizes(plan, looks.kinds, sizes))
         tell(f"{found.plan.describe()}: {1e3 * found.timing.seconds:.1f} ms, {found.fit}")
         if found.fit is not Fit.NOT:
             return found
         most = [
-            size - 1 if each.verdict.fit is Fit.NOT else limit
+            max(plan.micro_batch or 1, size // 2) if each.verdict.fit is Fit.NOT else limit
             for size, each, limit in zip(sizes, found.kinds, most, strict=True)
         ]
     if found is not None:

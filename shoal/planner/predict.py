@@ -64,6 +64,20 @@ class Prediction(NamedTuple):
         return " and ".join(found)
 
 
+def largest_first(plan: Plan) -> Plan:
+    """The plan with its largest share on rank 0, which is the one that is simulated: all ranks wait for those that have it.
+
+    Raises:
+        ValueError: with shares, ranks send their experts' ranks unlike numbers of rows, which is not simulated.
+    """
+    if plan.shares and plan.expert > 1 and len(set(plan.shares)) > 1:
+        raise ValueError(
+            f"plan.expert = {plan.expert} with plan.shares = {list(plan.shares)}: rows that ranks get from others with other "
+            "shares are not simulated; ask about the plan without one of them"
+        )
+    return plan.model_copy(update={"shares": tuple(sorted(plan.shares, reverse=True))})
+
+
 def predict(
     settings: Settings,
     plan: Plan,
@@ -83,6 +97,7 @@ def predict(
     """
     began = time.perf_counter()
     check(settings.job, plan, cluster)
+    said, plan = plan, largest_first(plan)
     work = work_of(settings)
     each = plan.world_size // plan.pipeline  # the pipeline is the slowest axis
     # what goes between stages is alike on all ranks of the pipeline
@@ -101,4 +116,4 @@ def predict(
     memories = {each.rank: each.memory for each in ranks}
     host = host_of(traces, memories, plan, cluster, copies=bool(settings.checkpoint.memory_every))
     timing = time_of(traces, costs_of(cluster, profile), rates, (count, recorded))
-    return Prediction(plan, cluster, ranks, host, timing, time.perf_counter() - began)
+    return Prediction(said, cluster, ranks, host, timing, time.perf_counter() - began)

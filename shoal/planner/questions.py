@@ -61,7 +61,9 @@ def largest(
         found = predict(
             *_with(settings, plan, size, values[at]), cluster, expandable=expandable, profile=profile
         )
-        tell(f"{size} {values[at]}: {found.fit}, {found.worst.memory.device_bytes / GIB:.1f} GiB")
+        tell(
+            f"{size} {values[at]}: {found.lack or found.fit}, {found.worst.memory.device_bytes / GIB:.1f} GiB"
+        )
         if found.fit is Fit.NOT:
             fails = at
         else:
@@ -145,7 +147,7 @@ def smallest(
             )
         for each in lean:
             found = predict_or_say(settings, each.plan, cluster, expandable, profile)
-            told = found if isinstance(found, str) else str(found.fit)
+            told = found if isinstance(found, str) else found.lack or str(found.fit)
             tell(f"{cluster.describe()}: {each.plan.describe()}: {told}")
             if not isinstance(found, str) and found.fit is not Fit.NOT:
                 return cluster

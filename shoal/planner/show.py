@@ -49,8 +49,9 @@ def show(prediction: Prediction) -> None:
         f"peak     in {where}, with {peak.last.dtype} {shape} ({peak.last.nbytes / 2**30:.2f} GiB) of {peak.last.made_by}",
         markup=False,
     )
-    margin = "" if verdict.margin_bytes is None else f", {verdict.margin_bytes / 2**30:+.1f} GiB to spare"
-    console.print(f"verdict  {prediction.fit}{margin}", markup=False)
+    margin = "" if verdict.margin_bytes is None else f", {_margin(verdict.margin_bytes)}"
+    of = "" if verdict.fit is prediction.fit else f": the host; the device {verdict.fit}"
+    console.print(f"verdict  {prediction.fit}{of}{margin}", markup=False)
     if host := prediction.host.describe():
         console.print(f"host     {prediction.host.fit}, {host}", markup=False)
     for advice in prediction.host.advice:
@@ -115,6 +116,11 @@ def mixed_as_json(found: Mixed, settings: Settings, price: float | None) -> dict
         "equal_s": found.equal_s,
         "seconds": round(found.seconds, 3),
     } | ({} if price is None else {"run_costs": cost_of(found, settings, price)})
+
+
+def _margin(nbytes: int) -> str:
+    """What is left, or lacks."""
+    return f"{abs(nbytes) / GIB:.1f} GiB {'to spare' if nbytes >= 0 else 'too much'}"
 
 
 def _console() -> Console:

@@ -63,9 +63,22 @@ def lighter(plan: Plan, global_batch: int, phase: str) -> Lighter:
         return Lighter(None, f"{why}; use plan.schedule=1f1b, or {_instead(plan)}")
     local = count * size
     smaller = next((half for half in range(size // 2, 0, -1) if local % half == 0), None)
+    if smaller is None and plan.shares:
+        return _with_equal_shares(plan, global_batch, size)
     if smaller is None:
         return Lighter(None, f"the micro-batch is one sample, and cannot be smaller; {_instead(plan)}")
     return Lighter(plan.model_copy(update={"micro_batch": smaller}))
+
+
+def _with_equal_shares(plan: Plan, global_batch: int, size: int) -> Lighter:
+    """The plan without shares, with at most half the largest micro-batch that they made."""
+    local, left = divmod(global_batch, plan.data_degree)
+    most = size * max(plan.shares) // 2
+    equal = max((half for half in range(1, most + 1) if not left and local % half == 0), default=None)
+    if equal is None:
+        why = f"plan.shares = {list(plan.shares)} cannot be halved, nor {global_batch} samples be dealt out evenly"
+        return Lighter(None, f"{why}; use smaller shares, or {_instead(plan)}")
+    return Lighter(plan.model_copy(update={"micro_batch": equal, "shares": ()}))
 
 
 def _instead(plan: Plan) -> str:

@@ -28,7 +28,8 @@ def shrink_plan(plan: Plan, most: int = MOST_RANKS) -> Plan:
         axis = max(degrees, key=lambda name: (degrees[name] > 2, degrees[name], name == "replicate"))
         degrees[axis] = max(1, _largest_divisor(degrees[axis]))
     smaller = plan.model_copy(update=degrees)
-    shares = tuple(1 + (share > min(plan.shares)) for share in plan.shares[: smaller.data_degree])
+    uneven = len(set(plan.shares)) > 1 and smaller.data_degree > 1
+    shares = (2, *[1] * (smaller.data_degree - 1)) if uneven else ()
     keys = smaller.model_dump() | {"expert": math.gcd(plan.expert, smaller.sharing), "shares": shares}
     return Plan.model_validate(effective(keys))
 

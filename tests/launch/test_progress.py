@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from math import inf
+from pathlib import Path
+from typing import Any
 
 from shoal.launch.failure import End, is_compiling, main_stack
 from shoal.launch.progress import STALL_S, Quiet
+from shoal.launch.watch import Watch
 from shoal.observe.status import Status
 
 
@@ -53,3 +56,19 @@ def test_a_rank_that_compiles_is_told_from_one_that_runs_what_was_compiled() -> 
     assert is_compiling(f'File "/x/torch/_dynamo/convert_frame.py", line 3 in compile\n  {run}')
     deep = "Stack (most recent call first):\n" + '  File "/x/torch/_inductor/graph.py", line 4 in g\n' * 100
     assert is_compiling(main_stack(f"{deep}  ...\n"))
+
+
+def test_a_stopped_process_is_found_after_some_time_and_looks_unless_its_rank_has_finished() -> None:
+    nothing: Any = None
+    running = [end._replace(stopped=end.rank == 1) for end in ends(3)]
+    watch = Watch(nothing, nothing, nothing, 60.0, nothing, Path())
+    assert not watch._stand_still(running)
+    watch.stopped[1] = (1, watch.stopped[1][1] - 100.0)  # of a launcher that was suspended itself
+    assert not watch._stand_still(running) and not watch._stand_still(running)
+    assert watch._stand_still(running)
+    assert not watch._stand_still(ends(3)) and not watch.stopped
+    done = [end._replace(status=end.status and end.status._replace(state="finished")) for end in running]
+    for _ in range(9):
+        assert not watch._stand_still(done)
+    elsewhere = Watch(nothing, nothing, nothing, 60.0, nothing, Path(), is_here=False)
+    assert not elsewhere._stand_still(running) and not elsewhere.stopped

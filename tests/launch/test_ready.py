@@ -239,3 +239,10 @@ def test_a_layout_of_ones_own_is_checked_before_ranks_start(monkeypatch: pytest.
 def test_copies_are_not_compared_where_there_is_one() -> None:
     with pytest.raises(ConfigError, match=r"run\.compare_every = 5, but the plan .* has one copy"):
         make_ready(settings("run.compare_every=5", "plan.shard=2", "plan.compile=false"))
+
+
+def test_shares_are_of_ranks_in_an_order_that_machines_do_not_keep() -> None:
+    with pytest.raises(
+        ConfigError, match=r"plan\.shares = \[3, 1\] .* with run\.nodes machines have ranks in the order"
+    ):
+        make_ready(settings("run.nodes=2", "plan.replicate=2", "plan.shares=3,1"))

@@ -61,6 +61,10 @@ def test_copies_for_restarts_are_two_states_and_two_more_of_another_nodes_rank()
     assert none.copies_bytes == 0
     assert here.copies_bytes == pytest.approx(2 * 12 * parameters(), rel=0.01)  # masters and moments
     assert there.copies_bytes == here.copies_bytes  # twice as many, of half as many ranks
+    whole = needs(Cluster.parse("2x1 h100"), replicate=2, checkpoint=often).host
+    assert whole.copies_bytes == pytest.approx(
+        here.copies_bytes, rel=0.01
+    )  # the other node has all that one has
 
 
 def test_what_does_not_fit_the_host_does_not_fit() -> None:

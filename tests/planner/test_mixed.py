@@ -85,6 +85,20 @@ def test_words_of_the_plan_make_it_again(found: Mixed) -> None:
     assert Plan.model_validate({"shard": 16, "shares": "3x8,1x8"}) == wide
 
 
+def test_of_equal_devices_the_rank_with_the_largest_share_is_told() -> None:
+    job, two = settings(8), Cluster.parse("2 h100")
+    plans = [
+        Plan(shard=2, zero=2, compile=False, micro_batch=2, shares=shares) for shares in ((1, 3), (3, 1))
+    ]
+    last, first = (predict(job, plan, two) for plan in plans)
+    assert [last.plan, first.plan] == plans
+    assert last.worst.memory == first.worst.memory and last.timing.seconds == first.timing.seconds
+    assert (
+        last.worst.memory.peak.allocated_bytes
+        > predict(settings(4), PLAN, two).worst.memory.peak.allocated_bytes
+    )
+
+
 @pytest.mark.parametrize(
     ("cluster", "plan", "batch", "why"),
     [
@@ -96,6 +110,7 @@ def test_words_of_the_plan_make_it_again(found: Mixed) -> None:
             "ranks share samples, and 3 h100 is no whole number",
         ),
         ("1 h100 + 1 l40s", Plan(shard=2, micro_batch=4), 6, "no whole number of micro-batches"),
+        ("1 h100 + 1 l40s", Plan(shard=2, expert=2), 16, "plan.expert = 2: rows that one kind gets"),
         ("1 h100 + 1 l40s", Plan(shard=4), 16, "4 ranks, but the cluster has 2 devices"),
     ],
 )

@@ -101,6 +101,9 @@ def test_a_run_that_is_not_to_be_started_again_keeps_its_plan(tmp_path: Path) ->
         (Plan(micro_batch=8), 16, "update", None),
         (Plan(pipeline=2, schedule="gpipe", micro_batch=4), 16, "forward", None),
         (Plan(pipeline=2, micro_batch=4), 16, "forward", 2),
+        (Plan(shard=2, micro_batch=4, shares=(3, 1)), 16, "forward", 2),
+        (Plan(shard=2, micro_batch=1, shares=(12, 5)), 17, "forward", None),
+        (Plan(shard=2, micro_batch=1, shares=(12, 4)), 16, "forward", 4),  # of 8 each, equally many
     ],
 )
 def test_the_largest_micro_batch_of_at_most_half_that_divides_is_taken_where_it_helps(

@@ -45,12 +45,13 @@ def cases(ranks: int) -> dict[str, tuple[Plan, Precision]]:
     """Plan and precision by name. More ranks in fp32 do nothing that fewer don't: with 4, only accumulation is left out there."""
     return {
         f"{ranks}-{name}-{accumulation}-{precision}": (
-            plan.model_copy(update={"micro_batch": max(1, BATCH // plan.all_shares // accumulation)}),
+            plan.model_copy(update={"micro_batch": BATCH // plan.all_shares // accumulation}),
             precision,
         )
         for name, plan in plans(ranks).items()
         for accumulation, precision in product((1, 4), PRECISIONS)
         if not (ranks == 4 and accumulation == 4 and precision == "fp32")
+        and BATCH % (plan.all_shares * accumulation) == 0
     }
 
 

@@ -180,6 +180,12 @@ def test_a_large_plan_keeps_its_axes(plan: Plan) -> None:
     assert all(getattr(small, axis) > 1 for axis in kept)
 
 
+def test_of_shares_that_are_uneven_uneven_ones_are_left() -> None:
+    assert shrink_plan(Plan(shard=16, shares=(3,) * 8 + (1,) * 8)).shares == (2, *[1] * 7)
+    assert shrink_plan(Plan(shard=2, shares=(5, 5))).shares == ()
+    assert shrink_plan(Plan(pipeline=8, replicate=2, shares=(1, 4))).shares == (2, 1)
+
+
 def test_a_plan_that_loses_an_axis_loses_what_was_said_of_it() -> None:
     small = shrink_plan(Plan(replicate=2, pipeline=7, schedule="zbv"))
     assert (small.pipeline, small.schedule) == (1, "1f1b")

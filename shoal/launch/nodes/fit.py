@@ -44,8 +44,6 @@ def smaller(plan: Plan | None, ranks: int) -> Iterator[tuple[int, Plan | None]]:
         else:
             continue
         keys = plan.model_dump(include=plan.model_fields_set) | changed
-        if degree < plan.data_degree:  # which of the devices are left is not known
-            keys.pop("shares", None)
         try:
             yield degree * others, Plan.model_validate(effective(keys))
         except ValueError:
