@@ -42,7 +42,7 @@ def train(
             "report": outcome.report,
         }
         typer.echo(json.dumps(told))
-    raise typer.Exit(1 if outcome.state == "failed" else 0)
+    raise typer.Exit(outcome.exit_code)
 
 
 def _on_this_machine(settings: Settings, as_json: bool, nursery: Ranks) -> Outcome:

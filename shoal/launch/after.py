@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from contextlib import suppress
 from typing import Literal, NamedTuple
@@ -23,6 +24,18 @@ class Outcome(NamedTuple):
     state: Literal["ok", "interrupted", "failed"]
     step: int
     report: str = ""
+    signal: int = 0
+    """by which this machine's launcher was asked to stop"""
+
+    @property
+    def exit_code(self) -> int:
+        """Of `shoal train`: 0, 1 after a failure, and as of a program that a signal ended if one asked it to stop.
+
+        Example:
+            >>> Outcome("interrupted", 3, signal=15).exit_code
+            143
+        """
+        return 1 if self.state == "failed" else 128 + self.signal if self.signal else 0
 
 
 def why_not(restarts: Restarts, failure: Failure, remedy: Lighter, scene: Scene) -> str | None:
@@ -98,6 +111,17 @@ def was_stopped(run: Run, unfinished: bool) -> bool:
     kinds = [event["event"] for event in read_json_lines(run.events_file)]
     ends = [kind for kind in kinds if kind in ("start", "stop", "end")]
     return ends[-1] == "stop" if ends else unfinished
+
+
+def given_up_by_hand(run: Run, scene: Scene, number: int, quiet: bool) -> Outcome:
+    """A second signal killed the ranks before they had saved: no rank is to blame."""
+    done = min(end.step for end in scene.ends)
+    text = f"stopped without saving, by a second {signal.Signals(number).name}, in step {done}"
+    if not quiet:
+        print(text, file=sys.stderr, flush=True)
+    with suppress(OSError):
+        run.event("given up", step=done, reason=text)
+    return Outcome("interrupted", done, text, number)
 
 
 def failed(run: Run, scene: Scene, began_at: float | None, quiet: bool) -> tuple[Outcome, Failure]:

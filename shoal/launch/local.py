@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ from shoal.launch.after import (
     Outcome,
     failed,
     given_up,
+    given_up_by_hand,
     going_on,
     remedy_of,
     say_restart,
@@ -123,7 +125,10 @@ def _generations(
             if scene is None:
                 step = min(end.step for end in watch.ends())
                 stopped = was_stopped(run, step < settings.train.steps)
-                return Outcome("interrupted" if stopped else "ok", step)
+                by = (requests.last or signal.SIGTERM) if stopped else 0  # or a rank got it itself
+                return Outcome("interrupted" if stopped else "ok", step, signal=by)
+            if watch.passed_on > 1:
+                return given_up_by_hand(run, scene, requests.last, quiet)
             outcome, failure = failed(run, scene, watch.began_at, quiet)
             remedy = remedy_of(settings, failure)
             failure = failure._replace(remedied=remedy.plan is not None)

@@ -172,6 +172,13 @@ class Watch:
         all_there = len(self.nursery.pids) == self.nursery.ranks
         if self.requests.count > self.passed_on and (all_there or self.requests.count > 1):
             self.passed_on = self.requests.count
+            if self.passed_on == 1:
+                name = signal.Signals(self.requests.last).name
+                print(
+                    f"{name}: the ranks finish their step and save; a second one kills them",
+                    file=sys.stderr,
+                    flush=True,
+                )
             if self.passed_on > 1 or not self.made_room:  # a second SIGTERM would end ranks at once
                 self.nursery.send(signal.SIGTERM if self.passed_on == 1 else signal.SIGKILL)
         elif all_there and not self.made_room and not self.passed_on and self.leaves_room():

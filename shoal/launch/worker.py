@@ -252,7 +252,8 @@ def _output(path: Path, terminal: bool) -> Generator[TextIO, None, None]:
             yield log
         finally:
             for stream in before:
-                stream.flush()
+                with contextlib.suppress(BrokenPipeError):
+                    stream.flush()
             sys.stdout, sys.stderr = before
             for number, copy in enumerate(saved, start=1):
                 os.dup2(copy, number)
@@ -260,14 +261,23 @@ def _output(path: Path, terminal: bool) -> Generator[TextIO, None, None]:
 
 
 class Tee:
-    """A terminal's stream whose writes go to a log as well; all else is the terminal's."""
+    """A terminal's stream whose writes go to a log as well; all else is the terminal's.
+
+    A terminal that has gone, or `head`, which has read enough, is no reason to end a run.
+    """
 
     def __init__(self, stream: TextIO, log: TextIO) -> None:
         self._stream, self._log = stream, log
 
     def write(self, text: str) -> int:
         self._log.write(text)
-        return self._stream.write(text)
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.flush()
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)

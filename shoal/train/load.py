@@ -5,6 +5,7 @@ from __future__ import annotations
 from shoal.checkpoint.folder import Checkpoint, CheckpointError, remove_after
 from shoal.checkpoint.store import load_newest, newest
 from shoal.observe.metrics import forget_after
+from shoal.run import read_json_lines
 from shoal.train.bad import remember_events, remember_manifest
 from shoal.train.keep import wait_for_save
 from shoal.train.resume import require_same_numbers
@@ -33,8 +34,31 @@ def resume(training: Training) -> int:
             training.snapshots.forget(world)
     forget_after(run, world.rank, done)
     if world.is_main:
+        _tell_again(training, done)
         run.event("start", step=done, world_size=world.size, plan=training.plan.describe())
     return done
+
+
+def _tell_again(training: Training, done: int) -> None:
+    """After a restart: which steps are taken again, and what would have kept them."""
+    last = None
+    for event in read_json_lines(training.run.events_file):
+        last = event if event["event"] in ("restart", "start", "end", "stop") else last
+    if last is None or last["event"] != "restart" or last["step"] <= done + 1:
+        return
+    policy = training.settings.checkpoint
+    keeps = (
+        ""
+        if policy.every or policy.memory_every
+        else "; checkpoint.every, or checkpoint.memory_every, would keep them"
+    )
+    training.progress.say(
+        f"again    steps {done + 1} to {last['step']} are taken again, from {_of(done)}{keeps}"
+    )
+
+
+def _of(done: int) -> str:
+    return f"what was saved after step {done}" if done else "the beginning"
 
 
 def _from_memory(training: Training) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import tomllib
 
 import tomli_w
 import torch
@@ -13,7 +14,8 @@ from shoal.checkpoint.folder import list_checkpoints
 from shoal.models.build import builder
 from shoal.observe.metrics import GIB, memory_bytes
 from shoal.parallel.initialise import build_on_meta
-from shoal.run import read_json_lines, write_whole
+from shoal.plan import Plan
+from shoal.run import CheckpointPolicy, read_json_lines, write_whole
 from shoal.train.bad import bad_events
 from shoal.train.setup import Training
 from shoal.words import runs_text
@@ -45,6 +47,11 @@ def introduce(training: Training, done: int) -> None:
         f"batch    {train.global_batch} samples = {plan.data_degree} {_many(plan.data_degree, 'rank')} x {count} "
         f"{_many(count, 'micro-batch')} x {micro}" + (f" x {runs_text(plan.shares)}" if plan.shares else "")
     )
+    if (before := _plan_before(training)) and before.describe() != plan.describe():
+        say(f"         it was {before.describe()}")
+    if training.datasets.eval is None and vocab and settings.data.eval_fraction:
+        say("eval     none: whole documents are held out, and there is one alone")
+    say(f"saves    {_saves(settings.checkpoint)}")
     say(f"run      {run.path}" + (f", going on after step {done}" if done else ""))
     # going on is what a run directory is for, also where this run began anew
     policy = settings.run.model_copy(update={"resume": True})
@@ -53,6 +60,23 @@ def introduce(training: Training, done: int) -> None:
     cluster = detect_cluster().model_copy(update={"devices_per_node": world.local_size})
     cluster = cluster.model_copy(update={"nodes": world.size // world.local_size})
     write_whole(run.path / "cluster.toml", tomli_w.dumps(cluster.model_dump(exclude_none=True)))
+
+
+def _plan_before(training: Training) -> Plan | None:
+    """Of a run that goes on."""
+    try:
+        return Plan.model_validate(tomllib.loads((training.run.path / "plan.toml").read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def _saves(policy: CheckpointPolicy) -> str:
+    told = [f"every {policy.every} steps"] if policy.every else []
+    told += ["at the end"] if policy.last else []
+    text = " and ".join(told) or "none"
+    if not policy.every:
+        text += " alone (checkpoint.every = 0)" if told else " (checkpoint.every = 0)"
+    return text + (f", in memory every {policy.memory_every}" if policy.memory_every else "")
 
 
 def already_done(training: Training, done: int) -> None:

@@ -178,11 +178,19 @@ def test_a_run_that_fails_exits_with_1_and_has_the_report_in_the_document(tmp_pa
     assert document["report"].startswith("rank 0 failed in step 0")
 
 
-@pytest.mark.parametrize(("state", "code"), [("ok", 0), ("interrupted", 0), ("failed", 1)])
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [
+        (Outcome("ok", 1), 0),
+        (Outcome("interrupted", 1), 0),  # a machine that leaves others
+        (Outcome("interrupted", 1, signal=2), 130),
+        (Outcome("failed", 1), 1),
+    ],
+)
 def test_how_a_run_ended_decides_the_exit_code(
-    state: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    outcome: Outcome, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.launch.local.launch", lambda *_, **__: Outcome(state, 1))  # pyrefly: ignore
+    monkeypatch.setattr("shoal.launch.local.launch", lambda *_, **__: outcome)
     result = shoal("train", str(JOB), *TINY, f"run.dir={tmp_path / 'r'}")
     assert result.exit_code == code
 

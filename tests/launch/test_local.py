@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO, cast
 
 import pytest
 
 from shoal.config import Settings, parse
 from shoal.launch.local import Outcome, launch
 from shoal.launch.ranks import Ranks
+from shoal.launch.worker import Tee
 from shoal.observe.status import read_status
 from shoal.run import read_json_lines
 from tests.launch import targets
@@ -312,3 +313,31 @@ def test_torchrun_ranks_say_who_failed_and_whose_victims_they_are(tmp_path: Path
 def test_a_rank_that_reads_finds_an_end_and_not_what_the_launcher_says_next(tmp_path: Path) -> None:
     target = f"{targets.__name__}:{targets.ask.__name__}"
     assert launch(settings(tmp_path), 2, device="cpu", target=target, quiet=True).state == "ok"
+
+
+def test_a_second_signal_ends_a_run_without_blaming_a_rank(tmp_path: Path) -> None:
+    process = start_launcher(tmp_path)
+    statuses = [read_status(tmp_path / "ranks" / f"{rank}.status") for rank in (0, 1)]
+    for status in statuses:  # so that they do not do what the first one asks
+        assert status is not None
+        os.kill(status.pid, signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=20)
+    assert out.startswith("interrupted")
+    events = list(read_json_lines(tmp_path / "events.jsonl"))
+    assert [event["event"] for event in events if event["event"] in ("fault", "given up")] == ["given up"]
+    assert "by a second SIGINT" in events[-1]["reason"]
+    assert ranks_are_gone(tmp_path)
+
+
+def test_a_terminal_that_has_gone_ends_no_rank(tmp_path: Path) -> None:
+    def gone(*_: str) -> int:
+        raise BrokenPipeError
+
+    terminal = io.StringIO()
+    terminal.write = gone
+    with (tmp_path / "log").open("w") as log:
+        print("a line", file=cast(TextIO, Tee(terminal, log)))
+    assert (tmp_path / "log").read_text() == "a line\n"
