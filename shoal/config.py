@@ -149,7 +149,19 @@ def parse(
         if {origin for origin, _ in told} == {where}:
             raise ConfigError(f"{where}: " + "\n  ".join(text for _, text in told)) from None
         raise ConfigError("\n  ".join(f"{origin}: {text}" for origin, text in told)) from None
-    return settings
+    return _with_own_tokenizer(settings)
+
+
+def _with_own_tokenizer(settings: Settings) -> Settings:
+    """With the tokenizer of a model whose weights are read, unless another is said: they know its tokens alone."""
+    model, data = settings.model, settings.data
+    begins = model.family.startswith("hf:") and model.options.get("weights") is not False
+    if not begins or "tokenizer" in data.model_fields_set or data.source == "synthetic":
+        return settings
+    folder = Path(model.family.removeprefix("hf:")).expanduser()
+    if folder.is_dir() and not ((folder / "tokenizer.json").is_file() and any(folder.glob("*.safetensors"))):
+        return settings
+    return settings.model_copy(update={"data": data.model_copy(update={"tokenizer": model.family})})
 
 
 _EXPECTED = {

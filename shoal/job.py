@@ -101,7 +101,9 @@ class Data(Section):
     )
     seq_len: int = Field(256, ge=1, description="tokens a sample, for text")
     tokenizer: str = Field(
-        "bpe", description='"bpe" (trained on the source), "bytes", or "hf:<path or name>"'
+        "bpe",
+        description='"bpe" (trained on the source), "bytes", or "hf:<path or name>"; left out: that of a model whose weights are '
+        "read, else bpe",
     )
     vocab: int = Field(4096, ge=257, description="vocabulary size of a BPE tokenizer that is trained")
     text_key: str = Field(

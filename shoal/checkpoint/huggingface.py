@@ -22,6 +22,7 @@ from shoal.parallel.spread import spread_of
 from shoal.run import write_whole
 
 SHARD_BYTES = 5 * 2**30
+GENERATION = "generation_config.json"
 
 _LLAMA_NAMES = (  # ours, and what transformers' Llama calls it
     (r"^embedding\.", "model.embed_tokens."),
@@ -45,6 +46,8 @@ def export_huggingface(
     dtype: torch.dtype | None = None,
     tokenizer: Path | None = None,
     end_of_text: int | None = None,
+    begun_with: str | None = None,
+    generation: Path | None = None,
     positions: int = 2048,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
@@ -56,6 +59,9 @@ def export_huggingface(
     Args:
         dtype: of the weights; left out: the type in which they were trained.
         tokenizer: a tokenizer.json to go with it, whose token `end_of_text` ends a text.
+        begun_with: the folder or name of a tokenizer of transformers that it is, of which more goes along, such as a template of
+            chats. Left out, the tokenizer is another one than the model's configuration speaks of.
+        generation: a generation_config.json of the model, to go along.
         positions: the longest sequence, for a model whose configuration does not say it.
 
     Raises:
@@ -78,9 +84,14 @@ def export_huggingface(
     kind = dtype or next(p.dtype for p in inner.parameters() if p.is_floating_point())
     _write_weights(_tensors(inner, dtype), folder, shard_bytes, writes=writes)
     if writes:
-        _write_config(inner, folder, kind, positions, end_of_text)
-        if tokenizer is not None:
+        own = begun_with is not None or end_of_text is None
+        _write_config(
+            inner, folder, kind, positions, None if own and isinstance(inner, HuggingFace) else end_of_text
+        )
+        if tokenizer is not None and not (begun_with and _copy_tokenizer(begun_with, folder)):
             _write_tokenizer(tokenizer, folder, end_of_text)
+        if generation is not None and own:
+            write_whole(folder / GENERATION, generation.read_text(encoding="utf-8"))
     return folder
 
 
@@ -179,6 +190,9 @@ def _write_config(
         return
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures, config.dtype = [type(model.inner).__name__], kind
+    if end_of_text is not None:  # what it says of the tokens of another tokenizer is not so here
+        config.bos_token_id = config.eos_token_id = end_of_text
+        config.pad_token_id = None
     config.save_pretrained(folder)
 
 
@@ -205,6 +219,15 @@ def _llama_config(model: Llama, dtype: str, positions: int, end_of_text: int | N
         "eos_token_id": end_of_text,
         "dtype": dtype,
     }
+
+
+def _copy_tokenizer(begun_with: str, folder: Path) -> bool:
+    """Write all of a tokenizer of transformers; false if it is a file that transformers does not read by itself."""
+    if Path(begun_with).is_file():
+        return False
+    library = import_extra("transformers", "an export")
+    library.AutoTokenizer.from_pretrained(begun_with).save_pretrained(folder)
+    return True
 
 
 def _write_tokenizer(file: Path, folder: Path, end_of_text: int | None) -> None:

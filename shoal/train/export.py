@@ -6,10 +6,12 @@ from pathlib import Path
 
 import torch
 
-from shoal.checkpoint.huggingface import export_huggingface
+from shoal.checkpoint.huggingface import GENERATION, export_huggingface
 from shoal.checkpoint.store import load, model_state
 from shoal.data.batches import open_dataset
 from shoal.data.format import read_index
+from shoal.data.text import HF
+from shoal.job import Model
 from shoal.models.build import builder
 from shoal.parallel.apply import parallelize
 from shoal.plan import Plan
@@ -43,6 +45,20 @@ def export_run(path: Path, out: Path, dtype: torch.dtype | None = None) -> int:
             dtype=dtype,
             tokenizer=datasets.tokenizer,
             end_of_text=end_of_text,
+            begun_with=settings.data.tokenizer.removeprefix(HF)
+            if settings.data.tokenizer.startswith(HF)
+            else None,
+            generation=_generation(settings.model),
             positions=settings.data.seq_len,
         )
     return checkpoint.step
+
+
+def _generation(model: Model) -> Path | None:
+    """What the folder of a model of transformers says of generating texts, if it says something."""
+    if not model.family.startswith(HF):
+        return None
+    from shoal.models.huggingface.source import folder_of
+
+    path = folder_of(model.family.removeprefix(HF), with_weights=False) / GENERATION
+    return path if path.is_file() else None

@@ -14,6 +14,7 @@ from shoal.checkpoint.folder import list_checkpoints
 from shoal.models.build import builder
 from shoal.observe.metrics import GIB, memory_bytes
 from shoal.parallel.initialise import build_on_meta
+from shoal.parallel.replicate import core
 from shoal.plan import Plan
 from shoal.run import CheckpointPolicy, read_json_lines, write_whole
 from shoal.train.bad import bad_events
@@ -40,7 +41,11 @@ def introduce(training: Training, done: int) -> None:
     parameters, vocab = whole_parameters(training), training.datasets.vocab
     say = training.progress.say
     name = f"{model.family} {model.preset}" if model.preset else model.family
-    say(f"model    {name}: {parameters:,} parameters, {train.precision}")
+    stored = getattr(core(training.model), "weights_from", None)
+    say(
+        f"model    {name}: {parameters:,} parameters, {train.precision}"
+        + (f", beginning with the weights in {stored}" if stored else "")
+    )
     say(f"data     {settings.data.source}" + (f", vocabulary {vocab:,}" if vocab else ""))
     say(f"plan     {plan.describe()}; {world.size} x {world.device.type}, {world.backend}")
     say(

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +70,11 @@ class HuggingFace(nn.Module):
         if stored is not None:
             stored.fit(inner)
             _read_buffers(inner, stored)
+
+    @property
+    def weights_from(self) -> Path | None:
+        """The folder whose weights it begins with; None: with new ones."""
+        return self._stored.folder if self._stored is not None else None
 
     def train(self, mode: bool = True) -> HuggingFace:
         self.__dict__["inner"].training = mode

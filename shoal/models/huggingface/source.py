@@ -54,7 +54,7 @@ def builder_of(name: str, vocab: int | None = None, **options: Any) -> Callable[
     name = name.removeprefix(HF)
     transformers = import_extra("transformers", f'model.family = "hf:{name}"')
     chosen = _options(options)
-    folder = _folder(name, with_weights=chosen.weights is not False)
+    folder = folder_of(name, with_weights=chosen.weights is not False)
     config = _config(transformers, folder, chosen.config)
     stored = StoredWeights.found_in(folder) if chosen.weights is not False else None
     if chosen.weights and stored is None:
@@ -85,7 +85,7 @@ def _options(options: dict[str, Any]) -> Options:
         raise ValueError(f"{key}: {first['msg']}; an hf: family takes {known} in [model.options]") from error
 
 
-def _folder(name: str, *, with_weights: bool) -> Path:
+def folder_of(name: str, *, with_weights: bool) -> Path:
     """The folder of a model, downloaded (or found in the hub's cache) if `name` is no folder."""
     folder = Path(name).expanduser()
     if (folder / CONFIG).is_file():
@@ -113,7 +113,7 @@ def read_config(name: str, options: dict[str, Any]) -> Any:
     """
     name = name.removeprefix(HF)
     transformers = import_extra("transformers", f'model.family = "hf:{name}"')
-    return _config(transformers, _folder(name, with_weights=False), _options(options).config)
+    return _config(transformers, folder_of(name, with_weights=False), _options(options).config)
 
 
 def _config(transformers: Any, folder: Path, replaced: dict[str, Any]) -> Any:
