@@ -6,7 +6,20 @@ import sys
 
 import typer
 
-from shoal.cli import bench, checkpoint, doctor, export, plan, prepare, report, sample, schema, train, verify
+from shoal.cli import (
+    bench,
+    checkpoint,
+    doctor,
+    export,
+    plan,
+    prepare,
+    report,
+    sample,
+    schema,
+    status,
+    train,
+    verify,
+)
 from shoal.config import ConfigError
 from shoal.version import __version__
 
@@ -27,6 +40,7 @@ app.command("prepare")(prepare.prepare)
 app.command("sample")(sample.sample)
 app.command("export")(export.export)
 app.command("report")(report.report)
+app.command("status")(status.status)
 app.command("doctor")(doctor.doctor)
 app.command("schema")(schema.schema)
 

@@ -120,7 +120,7 @@ def given_up_by_hand(run: Run, scene: Scene, number: int, quiet: bool) -> Outcom
     if not quiet:
         print(text, file=sys.stderr, flush=True)
     with suppress(OSError):
-        run.event("given up", step=done, reason=text)
+        run.event("killed", step=done, reason=text)
     return Outcome("interrupted", done, text, number)
 
 

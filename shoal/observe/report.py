@@ -13,6 +13,7 @@ from typing import Any
 import tomli_w
 
 from shoal.cluster import GIB
+from shoal.observe.brief import ended
 from shoal.observe.charts import Chart, Point, Series, bar_chart, line_chart, short, smooth
 from shoal.observe.page import folded, page, section, table, text_block
 from shoal.observe.story import (
@@ -96,7 +97,7 @@ def headline(story: Story) -> str:
     source = value_of(story.job, "data", "source")
     data = ", ".join(map(str, source)) if isinstance(source, list) else source
     what = f"{model} {preset}" if preset else str(model)
-    return f"{what}{f' on {data}' if data else ''}, {_machine(story)}: {_ended(story)}."
+    return f"{what}{f' on {data}' if data else ''}, {_machine(story)}: {ended(story)}."
 
 
 def _machine(story: Story) -> str:
@@ -108,23 +109,6 @@ def _machine(story: Story) -> str:
         kind = said.split()[-1] if said.split() else None
     size = story.start.get("world_size") or len(story.memory) or "unknown"
     return f"{size} {f'{kind} ' if kind else ''}rank{'' if size == 1 else 's'}"
-
-
-def _ended(story: Story) -> str:
-    done, total = story.last_step, value_of(story.job, "train", "steps")
-    of = f" of {total:,}" if is_step(total) else ""
-    at = f"step {done:,}{of}" if done else "the first step"
-    match story.ending.state:
-        case "finished":
-            return f"finished after step {done:,}{of}"
-        case "stopped":
-            return f"stopped after step {done:,}{of}, as a signal asked"
-        case "failed":
-            return f"failed after {at}"
-        case "running":
-            return f"still going, at {at}"
-        case "gone":
-            return f"gone without a word at {at}, killed most likely"
 
 
 def _head(story: Story) -> str:

@@ -226,10 +226,15 @@ def _inspect(path: Path) -> Checkpoint | Refused:
 
 def _ending(run: Run, events: list[Record], deadline_s: float, notes: list[str]) -> Ending:
     """From the last event that decides it; without one, from what the ranks last said."""
-    kinds = {"start", "end", "stop", "fault"}
+    kinds = {"start", "end", "stop", "fault", "killed"}
     last = next((event for event in reversed(events) if event["event"] in kinds), {"event": "start"})
     if last["event"] == "fault":
-        return Ending("failed", f"rank {last.get('rank', '?')}: {last.get('message', '')}")
+        message = str(last.get("message", ""))
+        return Ending(
+            "failed", message if message.startswith("rank ") else f"rank {last.get('rank', '?')}: {message}"
+        )
+    if last["event"] == "killed":
+        return Ending("failed", str(last.get("reason", "")))
     if last["event"] != "start":
         return Ending("finished" if last["event"] == "end" else "stopped")
     statuses = _statuses(run.ranks, notes)

@@ -327,7 +327,9 @@ def test_a_second_signal_ends_a_run_without_blaming_a_rank(tmp_path: Path) -> No
     out, _ = process.communicate(timeout=20)
     assert out.startswith("interrupted")
     events = list(read_json_lines(tmp_path / "events.jsonl"))
-    assert [event["event"] for event in events if event["event"] in ("fault", "given up")] == ["given up"]
+    assert [event["event"] for event in events if event["event"] in ("fault", "given up", "killed")] == [
+        "killed"
+    ]
     assert "by a second SIGINT" in events[-1]["reason"]
     assert ranks_are_gone(tmp_path)
 
