@@ -81,6 +81,8 @@ def _tell(console: Console, verdict: Verdict) -> None:
         console.print(f"{'  in fp32':<10} {_errors(verdict.sharper)}", markup=False)
     if found.first is not None:
         console.print(f"           first: {found.first.describe()}", markup=False)
+    if verdict.depends:
+        console.print(f"note       {verdict.depends}", markup=False)
 
 
 def _errors(found: Comparison) -> str:
@@ -119,6 +121,7 @@ def _as_json(verdict: Verdict) -> dict[str, object]:
         return table | {"problem": verdict.problem, "refused": verdict.refused}
     first = found.first.describe() if found.first else None
     table |= _errors_as_json(found) | {"worst_gradient": found.worst, "first_difference": first}
+    table |= {"depends": verdict.depends} if verdict.depends else {}
     return table | ({"fp32": _errors_as_json(verdict.sharper)} if verdict.sharper is not None else {})
 
 

@@ -240,7 +240,7 @@ TIGHT = (
 )
 
 
-def judge(memory: Memory, plan: Plan, cluster: Cluster) -> Verdict:
+def judge(memory: Memory, plan: Plan, cluster: Cluster, *, expandable: bool = False) -> Verdict:
     """Whether a rank's memory fits its device, and what to change if it does not, or hardly."""
     total = cluster.device.memory_bytes
     if total is None and cluster.host_gib is not None:  # ranks on CPUs share the host's
@@ -250,13 +250,13 @@ def judge(memory: Memory, plan: Plan, cluster: Cluster) -> Verdict:
     margin = total - memory.device_bytes
     fit = Fit.TIGHT if margin < TIGHT * total else Fit.FITS
     fit = Fit.NOT if margin < 0 else fit
-    advice = [] if fit is Fit.FITS else list(_advice(memory, plan, total))
+    advice = [] if fit is Fit.FITS else list(_advice(memory, plan, total, expandable))
     if cluster.device.type == "cpu":
         advice = [each for each in advice if each not in OF_GPUS]
     return Verdict(fit, margin, advice)
 
 
-def _advice(memory: Memory, plan: Plan, total: int) -> Iterator[str]:
+def _advice(memory: Memory, plan: Plan, total: int, expandable: bool) -> Iterator[str]:
     by = Counter(memory.peak.by_category)
     states = by[Category.PARAMETERS] + by[Category.GRADIENTS] + by[Category.OPTIMIZER]
     activations = by[Category.ACTIVATIONS] + by[Category.TEMPORARIES]
@@ -265,13 +265,13 @@ def _advice(memory: Memory, plan: Plan, total: int) -> Iterator[str]:
     of_activations = list(_less_activations(plan))
     of_states = list(_less_states(plan))
     yield from (of_states + of_activations if states > activations else of_activations + of_states)
-    if wasted >= min(needed, GIB):
+    if wasted >= min(needed, GIB) and not expandable:
         yield (
             f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (the allocator keeps {wasted / GIB:.1f} GiB that are not in use)"
         )
 
 
-OFFLOAD_ACTIVATIONS, OFFLOAD_OPTIMIZER = 'plan.offload = ["activations"]', 'plan.offload = ["optimizer"]'
+OFFLOAD_ACTIVATIONS, OFFLOAD_OPTIMIZER = "plan.offload=activations", "plan.offload=optimizer"
 MORE_DEVICES = "more devices"
 OF_GPUS = (OFFLOAD_ACTIVATIONS, OFFLOAD_OPTIMIZER, MORE_DEVICES)
 """advice that helps nothing where ranks share the memory of the host"""
@@ -282,21 +282,21 @@ def _less_activations(plan: Plan) -> Iterator[str]:
         yield "a smaller plan.micro_batch"
     if plan.recompute != "full":
         yield (
-            'plan.recompute = "full"'
+            "plan.recompute=full"
             if plan.recompute == "selective"
-            else 'plan.recompute = "selective" or "full"'
+            else "plan.recompute=selective or plan.recompute=full"
         )
     if "activations" not in plan.offload:
         yield OFFLOAD_ACTIVATIONS
     if plan.tensor == 1:
-        yield "plan.tensor above 1"
+        yield "plan.tensor=2 or more"
 
 
 def _less_states(plan: Plan) -> Iterator[str]:
     if plan.shard == 1 and plan.context == 1:
         yield "plan.shard above 1, to cut parameters, gradients and the optimizer"
     elif plan.zero_stage < 3:
-        yield "plan.zero = 3"
+        yield "plan.zero=3"
     elif plan.replicate > 1:
         yield "plan.shard over the ranks that are copies now (plan.replicate)"
     else:

@@ -281,7 +281,7 @@ class _Looks:
             rates = rates_without_data(self.settings, self._work, cluster)
             timing = time_of({kind.first: trace}, costs, rates, (count, recorded))
             share = plan.share(plan.data_rank(kind.first))[1]
-            verdict = judge(memory, plan, cluster)
+            verdict = judge(memory, plan, cluster, expandable=self._expandable)
             kinds.append(OfKind(kind, share * unit, memory, verdict, _computing(timing.ranks[0].parts)))
             timings.append(timing)
         return Mixed(plan, kinds, self._slowest(timings), None, 0.0)

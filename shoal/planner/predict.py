@@ -110,7 +110,7 @@ def predict(
     ranks = []
     for rank, trace in traces.items():
         memory = memory_of(trace, plan, cluster.device.type, expandable=expandable)
-        ranks.append(RankMemory(rank, each, memory, judge(memory, plan, cluster)))
+        ranks.append(RankMemory(rank, each, memory, judge(memory, plan, cluster, expandable=expandable)))
     recorded = len(work.batch(plan, 0, 0).micro_batches)
     rates = rates_without_data(settings, work, cluster)
     memories = {each.rank: each.memory for each in ranks}

@@ -50,9 +50,14 @@ def measure_base(settings: Settings, cluster: Cluster, profile: Profile | None =
     work = work_of(alone)
     model = build_on_meta(work.build)
     units = find_units(model) if model is not None else []
-    if model is None or not units:
+    if model is None:
         raise ValueError(
-            "the model has no repeated blocks, or needs storage to be built: say a plan, such as plan.shard=8"
+            "the model cannot be built without storage (a tensor's values are asked for in its __init__), which a search needs; "
+            "say a plan, such as plan.shard=8"
+        )
+    if not units:
+        raise ValueError(
+            "the model has no repeated blocks, from which a search guesses; say a plan, such as plan.shard=8"
         )
     plan = Plan(micro_batch=1)
     trace = simulate_extended(work, plan, one)

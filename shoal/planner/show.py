@@ -218,9 +218,9 @@ def show_search(found: Found, settings: Settings, price: float | None) -> None:
         table.add_row(*_cells(each, settings, price), each.plan.describe())
     console.print(table)
     for rejected in found.rejected[:SHOWN]:
-        console.print(f"not {rejected.plan.describe()}: {rejected.why}", markup=False)
+        console.print(f"out      {rejected.plan.describe()}: {rejected.why}", markup=False)
     for passed in found.passed_over[:PASSED]:
-        console.print(f"nor {passed.plan.describe()}: {passed.why}", markup=False)
+        console.print(f"skipped  {passed.plan.describe()}: {passed.why}", markup=False)
     console.print(
         f"{found.considered} plans fit the job's sizes; the states of {found.too_large} do not fit a device; "
         f"{found.simulated} were simulated, in {found.seconds:.0f} s",

@@ -17,7 +17,8 @@ from shoal.check import check
 from shoal.cluster import Cluster
 from shoal.config import Settings
 from shoal.data.text import HF
-from shoal.job import NARROW
+from shoal.frames import user_frame
+from shoal.job import FAMILIES, NARROW
 from shoal.launch.local import launch
 from shoal.models.moe_presets import resolve_moe
 from shoal.models.presets import resolve
@@ -30,6 +31,7 @@ from shoal.world import join_world
 
 KEPT_KEYS = ("micro_batch", "recompute", "recompute_keep", "recompute_every", "offload")
 TARGET = "shoal.verify.record:record_tasks"
+SAME = 1e-9  # relative, of losses in fp64 whose sums are ordered otherwise
 
 
 class Verdict(NamedTuple):
@@ -43,6 +45,8 @@ class Verdict(NamedTuple):
     """the model's structure does not allow the plan, for the reason in `problem`"""
     sharper: Comparison | None = None
     """of a job in bf16, fp16 or float8: the same in fp32"""
+    depends: str = ""
+    """that numbers depend on how samples are cut into micro-batches, on one device already"""
 
     @property
     def same(self) -> bool:
@@ -154,10 +158,38 @@ def _judge(task: Settings, folder: Path, place: int, references: dict[str, Recor
         return Verdict(plan, None, failure.read_text())
     if not is_recorded(folder, place):
         return Verdict(plan, None, "it was stopped before this plan")
-    exact, one = (_reference(task, precision, references) for precision in ("fp64", task.train.precision))
+    try:
+        exact, one = (_reference(task, precision, references) for precision in ("fp64", task.train.precision))
+        depends = _dependence(task, exact, references)
+    except Exception as error:  # the model's and the loss's own, whatever it is
+        what = f"{type(error).__name__}: {error}, at {user_frame(error)}"
+        return Verdict(
+            plan,
+            None,
+            "one device cannot compute it in fp64, by which rounding is told from mistakes; a tensor that is made in forward, or "
+            f"held by the loss, must take the type of its input: {what}",
+        )
     found, allowed = read_record(folder, place), rounding(task, plan)
     buffers, jumps = same_batches(plan), task.train.precision in NARROW and _experts_of(task) > 1
-    return Verdict(plan, compare(exact, one, found, allowed, buffers=buffers, jumps=jumps))
+    return Verdict(plan, compare(exact, one, found, allowed, buffers=buffers, jumps=jumps), depends=depends)
+
+
+def _dependence(task: Settings, exact: Record, known: dict[str, Record]) -> str:
+    """What one device computes otherwise from other micro-batches, in words; empty for what is known to compute the same."""
+    plan, job = task.plan, task.job
+    own = job.model.family not in FAMILIES or job.train.objective is not None
+    if plan is None or not own:
+        return ""
+    size = plan.micro_batches(job.train.global_batch)[1]
+    other = 1 if size > 1 else 2
+    changed = _reference(task.with_plan(Plan(micro_batch=other)), "fp64", known)
+    if abs(changed.losses[0] - exact.losses[0]) <= SAME * abs(exact.losses[0]):
+        return ""
+    return (
+        f"numbers depend on plan.micro_batch, on one device already: the first loss is {exact.losses[0]:.6g} with micro-batches "
+        f"of {size} and {changed.losses[0]:.6g} of {other}. Dropout, batch norm and losses that are means with weights of their "
+        "own do so: keep plan.micro_batch where plans are to agree"
+    )
 
 
 def _reference(task: Settings, precision: str, known: dict[str, Record]) -> Record:

@@ -19,7 +19,7 @@ from shoal.plan import Plan
 from shoal.verify import run
 from shoal.verify.compare import SLACK, Comparison, Difference, compare, rounding
 from shoal.verify.record import Record
-from shoal.verify.run import ends_and_experts, every_plan, verify
+from shoal.verify.run import Verdict, ends_and_experts, every_plan, verify
 from shoal.verify.shrink import MOST_RANKS, STEPS, shrink, shrink_plan
 from tests.ranks import run_ranks
 from tests.verify import faults
@@ -131,6 +131,27 @@ def test_a_plan_that_fails_says_why() -> None:
     )
     verdict = verify(settings, [Plan(tensor=2)])[0]
     assert not verdict.same and "no layout" in verdict.problem
+
+
+def test_what_depends_on_micro_batches_is_said_and_what_cannot_be_exact_is_named() -> None:
+    def one(loss: str, family: str = "tests.verify.moody:plain") -> Verdict:
+        tables = {
+            "model": {"family": family},
+            "data": {"source": "tests.train.dropout:dataset"},
+            "train": {"objective": f"tests.verify.moody:{loss}"},
+        }
+        return verify(parse(tables, where="test"), [Plan(replicate=2)], steps=1)[0]
+
+    assert one("mean").same and not one("mean").depends
+    weighted = one("weighted")
+    assert weighted.same  # with micro-batches as they are
+    assert weighted.depends.startswith(
+        "numbers depend on plan.micro_batch, on one device already: the first loss is "
+    )
+    assert one("mean", "tests.train.dropout:build").depends
+    narrow = one("narrow")
+    assert not narrow.same and narrow.comparison is None
+    assert "one device cannot compute it in fp64" in narrow.problem and "moody.py" in narrow.problem
 
 
 def test_a_plan_that_fails_is_told_and_the_others_are_judged() -> None:
