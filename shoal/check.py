@@ -8,7 +8,8 @@ from shoal.cluster import Cluster
 from shoal.job import FAMILIES, Job
 from shoal.models.moe_presets import MoeDims, resolve_moe
 from shoal.models.presets import LlamaDims, resolve
-from shoal.plan import V_SHAPED, Plan, fewer_stages
+from shoal.plan import V_SHAPED, Plan
+from shoal.words import fewer_stages
 
 
 def check(job: Job, plan: Plan, cluster: Cluster) -> None:

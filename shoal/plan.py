@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-
-from shoal.words import ordinal, runs_text
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """Mesh axes in rank order, the slowest link first. `expert` re-uses ranks of shard, context and tensor: see `sharing`."""
@@ -28,7 +28,8 @@ Offloaded = Literal["parameters", "optimizer", "activations"]
 
 V_SHAPED = ("zbv", "dualpipev")
 """schedules that put the first and the last stage on one rank"""
-_STAGES = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}
+STAGES = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}
+"""stages of a rank that a schedule has, where it has a number of its own"""
 
 
 class Plan(BaseModel):
@@ -160,11 +161,11 @@ class Plan(BaseModel):
             )
         if (
             self.virtual_stages is not None
-            and self.schedule in _STAGES
-            and self.virtual_stages != _STAGES[self.schedule]
+            and self.schedule in STAGES
+            and self.virtual_stages != STAGES[self.schedule]
         ):
             raise ValueError(
-                f"schedule = {self.schedule!r} has {_STAGES[self.schedule]} stages a rank, but virtual_stages = "
+                f"schedule = {self.schedule!r} has {STAGES[self.schedule]} stages a rank, but virtual_stages = "
                 f"{self.virtual_stages}; leave it out, or use interleaved_1f1b, looped_bfs or interleaved_zero_bubble"
             )
         self._check_recompute()
@@ -380,25 +381,6 @@ class Plan(BaseModel):
         )
 
 
-def fewer_stages(plan: Plan, blocks: int) -> str:
-    """What to say in place of a pipeline with more stages than a model has blocks.
-
-    Example:
-        >>> fewer_stages(Plan(pipeline=4, schedule="zbv"), 6)
-        'use plan.pipeline=3 or fewer, or plan.schedule=1f1b'
-    """
-    most, each, ways = blocks // plan.stages_per_rank, blocks // plan.pipeline, []
-    if most > 1:
-        ways.append(f"plan.pipeline={most}" + (" or fewer" if most > 2 else ""))
-    if plan.schedule not in _STAGES and each > 1:
-        ways.append(f"plan.virtual_stages={each}")
-    elif plan.stages_per_rank > 1 and blocks > 1:
-        fits = f" with plan.pipeline={blocks}" if each == 0 else ""
-        left_out = "" if plan.virtual_stages is None else ", without plan.virtual_stages"
-        ways.append(f"plan.schedule=1f1b{fits}{left_out}")
-    return f"use {', or '.join(ways)}" if ways else "use plan.pipeline=1 and another axis"
-
-
 _IDLE_WITHOUT = {"schedule": "pipeline", "virtual_stages": "pipeline", "context_by": "context"}
 
 
@@ -415,3 +397,20 @@ def effective(keys: dict[str, Any]) -> dict[str, Any]:
         for key, value in keys.items()
         if (key not in _IDLE_WITHOUT or keys.get(_IDLE_WITHOUT[key], 1) > 1) and (key != "zero" or cuts)
     }
+
+
+def runs_text(numbers: Sequence[int]) -> str:
+    """Numbers with equal ones in a row together.
+
+    Example:
+        >>> runs_text([3, 3, 1, 2])
+        '3x2,1,2'
+    """
+    runs = [(number, len(list(same))) for number, same in groupby(numbers)]
+    return ",".join(f"{number}x{times}" if times > 1 else str(number) for number, times in runs)
+
+
+def ordinal(number: int) -> str:
+    """2nd, 3rd, 11th."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"

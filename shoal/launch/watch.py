@@ -173,7 +173,8 @@ class Watch:
         if self.requests.count > self.passed_on and (all_there or self.requests.count > 1):
             self.passed_on = self.requests.count
             if self.passed_on == 1:
-                name = signal.Signals(self.requests.last).name
+                # a machine that was asked to stop the run tells of no number
+                name = signal.Signals(self.requests.last).name if self.requests.last else "asked to stop"
                 print(
                     f"{name}: the ranks finish their step and save; a second one kills them",
                     file=sys.stderr,

@@ -9,7 +9,8 @@ from torch import nn
 
 from shoal.layout import Layout
 from shoal.parallel.layout import modules_named
-from shoal.plan import Plan, fewer_stages
+from shoal.plan import Plan
+from shoal.words import fewer_stages
 
 
 def stages_of_rank(plan: Plan, rank: int) -> list[int]:

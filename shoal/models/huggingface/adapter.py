@@ -26,8 +26,9 @@ from shoal.models.huggingface.experts import by_rows
 from shoal.models.huggingface.layout import Structure, layout_for
 from shoal.models.huggingface.weights import Part, StoredWeights, is_adapter, plain_name
 from shoal.models.llama import document_mask
-from shoal.plan import Plan, fewer_stages
+from shoal.plan import Plan
 from shoal.tensors import cast_floats
+from shoal.words import fewer_stages
 
 
 class HuggingFace(nn.Module):
