@@ -118,7 +118,7 @@ def _cell(found: list[dict[str, Any]]) -> list[str]:
         took = f"all ended in {_span(gone)}" if gone else "not all ended"
         said = "not asked"
     else:
-        parts = [_span(waits)] * bool(waits) + [f"never ({never} of {len(found)})"] * bool(never)
+        parts = [*([_span(waits)] if waits else []), *([f"never ({never} of {len(found)})"] if never else [])]
         took, said = " and ".join(parts), ", ".join(sorted({record["named"] for record in found}))
     again, left = (sorted({record[key] for record in found}) for key in ("redone", "left"))
     same = [record["same"] for record in found if record["same"] is not None]

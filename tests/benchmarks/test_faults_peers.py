@@ -79,6 +79,7 @@ def test_a_table_has_a_row_for_each_fault_and_system_over_its_repetitions() -> N
         "| kill | a | 2.0 s and never (1 of 2) | 0 to 2 | another, both | 0 | 1 of 2 |",
         "| term | a | all ended in 1.0 s | 0 | not asked | 0 | not asked |",
     ]
+    assert table([never]).splitlines()[2] == "| kill | a | never (1 of 1) | 2 | another | 0 | 0 of 1 |"
 
 
 def test_a_kept_line_has_no_folders_of_the_machine() -> None:
