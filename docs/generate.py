@@ -143,7 +143,8 @@ SYSTEMS = {
     "torchft": ("torchft",),
     "`shoal train`": ("shoal", "shoal, 2 machines"),
 }
-OF_RANKS = {"kill": "a rank is killed", "raise": "a rank raises", "stop": "a rank is stopped (SIGSTOP)"}
+OF_RANKS = {"kill": "a rank is killed", "raise": "a rank raises"}
+STOPPED = {"stop": "a rank is stopped (SIGSTOP)"}
 OF_MACHINES = {
     "agent": "a launcher is killed",
     "leading agent": "the launcher that leads is killed",
@@ -154,7 +155,12 @@ OF_MACHINES = {
 def faults_peers() -> str:
     """What other systems make of the same faults: a cell has the first of the runs."""
     rows = [f"| | {' | '.join(SYSTEMS)} |", "| --- " * (1 + len(SYSTEMS)) + "|"]
-    for file, faults in (("faults_peers", OF_RANKS), ("faults_peers_machines", OF_MACHINES)):
+    kept_in = {
+        "faults_peers": OF_RANKS,
+        "faults_peers_stopped": STOPPED,
+        "faults_peers_machines": OF_MACHINES,
+    }
+    for file, faults in kept_in.items():
         kept = json.loads((DOCS.parent / "benchmarks" / "results" / f"{file}.json").read_text())
         for fault, said in faults.items():
             found = {run["system"]: run for run in reversed(kept["runs"]) if run["fault"] == fault}
