@@ -17,7 +17,7 @@ from shoal.plan import Plan
 
 SMALL = 500e6  # parameters; below, a step's many small collectives cost more than the update of the whole
 STATE_SHARE = 0.45  # of a device's memory; the rest is for activations and the allocator
-KEPT_SHARE = 0.8  # of what one sample is estimated to leave for backward: of compiled 8B blocks three quarters were there
+KEPT_SHARE = 0.8  # of what one sample is estimated to leave for backward: so much `shoal plan` has of 8B, 8,192 tokens, compiled
 OUTSIDE_BYTES = int(4.3 * GIB)  # context and communicators
 
 

@@ -91,16 +91,18 @@ def parse_mixed(text: str) -> list[Kind]:
         raise ValueError(
             f"cluster = {text!r}: at most {MOST_KINDS} kinds; say devices of a kind together, such as '4x8 h100'"
         )
+    if any(kind.cluster.host_gib is not None for kind in kinds):
+        raise ValueError(f"cluster = {text!r}: host memory is not judged for several kinds; leave it out")
     if len({kind.cluster.device.type for kind in kinds}) > 1:
         raise ValueError(f"cluster = {text!r}: GPUs and CPUs do not share a job")
     return kinds
 
 
 def together(kinds: Sequence[Kind], kind: Kind) -> Cluster:
-    """A cluster of as many devices as all kinds have, all of one of them; host memory of one node says nothing of it."""
+    """A cluster of as many devices as all kinds have, all of one of them."""
     node = math.gcd(*(each.cluster.devices_per_node for each in kinds))
     nodes = sum(each.cluster.num_devices for each in kinds) // node
-    return kind.cluster.model_copy(update={"nodes": nodes, "devices_per_node": node, "host_gib": None})
+    return kind.cluster.model_copy(update={"nodes": nodes, "devices_per_node": node})
 
 
 def predict_mixed(

@@ -44,7 +44,7 @@ def _tell_again(training: Training, done: int) -> None:
     last = None
     for event in read_json_lines(training.run.events_file):
         last = event if event["event"] in ("restart", "start", "end", "stop") else last
-    if last is None or last["event"] != "restart" or last["step"] <= done + 1:
+    if last is None or last["event"] != "restart" or last.get("step", 0) <= done + 1:
         return
     policy = training.settings.checkpoint
     keeps = (

@@ -124,6 +124,11 @@ def test_gpus_and_cpus_do_not_share_a_job() -> None:
         parse_mixed("1 h100 + 2 cpu")
 
 
+def test_host_memory_is_refused_rather_than_passed_over() -> None:
+    with pytest.raises(ValueError, match="host memory is not judged for several kinds; leave it out"):
+        parse_mixed("8 h100 with 200 GiB + 8 a100")
+
+
 def test_nodes_of_unlike_sizes_are_as_small_as_both_allow() -> None:
     kinds = parse_mixed("8 h100 + 4 l40s")
     assert together(kinds, kinds[0]).describe() == "3x4 h100"

@@ -216,3 +216,32 @@ def test_a_collective_too_many_names_its_rank_and_is_not_tried_again(tmp_path: P
     assert "rank 1 called all_reduce(max) of float32 (3,)" in found.outcome.report
     assert found.of("restart") == []
     assert "ranks made different calls" in found.of("given up", "reason")[0]
+
+
+@pytest.mark.usefixtures("warm_nursery")
+def test_steps_that_are_taken_again_are_told_with_what_would_have_kept_them(tmp_path: Path) -> None:
+    def told(name: str, **checkpoint: int) -> list[str]:
+        found = ran(tmp_path / name, "kill rank=1 step=4", checkpoint={"memory_every": 0} | checkpoint)
+        assert found.outcome == Outcome("ok", STEPS)
+        lines = (found.folder / "ranks/0.log").read_text().splitlines()
+        assert [line for line in lines if line.startswith("saves ")][-1] == saves[name]
+        return [line for line in lines if line.startswith("again ")]
+
+    saves = {
+        "none": "saves    at the end alone (checkpoint.every = 0)",
+        "some": "saves    every 2 steps and at the end",
+        "memory": "saves    at the end alone (checkpoint.every = 0), in memory every 1",
+    }
+    (whole,) = told("none")
+    assert whole.endswith("from the beginning; checkpoint.every, or checkpoint.memory_every, would keep them")
+    assert all("would keep" not in line for line in told("some", every=2))
+    assert told("memory", memory_every=1) == []
+
+
+@pytest.mark.usefixtures("warm_nursery")
+def test_another_plan_than_before_is_told(tmp_path: Path) -> None:
+    ran(tmp_path, train={"steps": 2})
+    ran(tmp_path, plan={"replicate": 2})
+    lines = (tmp_path / "ranks/0.log").read_text().splitlines()
+    assert "         it was shard 2 (ZeRO-3), micro-batch 1" in lines
+    assert sum(line.startswith("         it was ") for line in lines) == 1
