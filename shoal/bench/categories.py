@@ -39,7 +39,7 @@ RULES = (
     # what fully_shard and DistributedDataParallel move between parameters, gradients and their buffers
     Rule(
         SHARDING,
-        name=r"chunk_cat|split_with_sizes_copy|^fsdp::|reducer::|^_narrow$|^shoal::narrowed",
+        name=r"chunk_cat|split_with_sizes_copy|^fsdp::|reducer::|^_narrow$|^shoal::narrowed|^_sum_rows$",
         under=r"^FSDP::|^fsdp::|reducer::|copy_bucket",
     ),
     Rule(

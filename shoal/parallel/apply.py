@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.job import Precision
 from shoal.models.units import Unit, find_units
+from shoal.parallel.direct import send_directly
 from shoal.parallel.float8 import apply_float8
 from shoal.parallel.gather8 import gather_in_float8
 from shoal.parallel.initialise import InitParameter, build, initialiser_of, is_meta, materialise
@@ -72,6 +73,7 @@ def parallelize(
         shard_experts(spread.experts, plan, world.expert_mesh(plan), types)
     for root in () if plan.only_copies else spread.roots or (built,):
         apply_shard(root, units, plan, mesh, types, cast_unit_inputs=cast_unit_inputs)
+    send_directly((built, *(spread.roots or ())), world)
     init_parameter = initialiser_of(built)
     if is_meta(built):
         masters = masters_device(plan, world.device)

@@ -13,6 +13,7 @@ Sources: torch's extension of FSDP2's all-gather (`fsdp_pre_all_gather`, pytorch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shoal.parallel.pipeline import Pipeline
 from shoal.parallel.shard import sharded_parameters
+from shoal.simulated import is_simulated
 
 SMALLEST = 1e-12  # of a largest element: the scale of a weight that is 0 everywhere stays finite; torchao's
 
@@ -89,6 +91,23 @@ def _(matrix: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
     return torch.empty(matrix.shape, dtype=kind, device=matrix.device)
 
 
+def narrow_into(target: Tensor, matrix: Tensor, scale: Tensor) -> None:
+    """`target` becomes what `narrowed` gives in its type. An operator takes the host longer than the kernel takes a GPU."""
+    if target.is_cuda and target.dtype == torch.float8_e4m3fn and not is_simulated():
+        from shoal.parallel.gather8_kernel import launch
+
+        launch(matrix, scale, target)
+        return
+    target.copy_(narrowed(matrix, scale, target.dtype))
+
+
+def narrow_weight_of(sharded: Any) -> _Weight | None:
+    """The weight that is gathered in float8 by torch's FSDPParam, if it is one."""
+    hook = getattr(sharded._sharded_local_tensor, "fsdp_pre_all_gather", None)
+    weight = getattr(hook, "__self__", None)
+    return weight if isinstance(weight, _Weight) else None
+
+
 class _Scales:
     """Of all weights of a model that are gathered in float8."""
 
@@ -151,6 +170,13 @@ class _Weight:
         """What is gathered, as bytes: Gloo has no float8."""
         scale = self.scales.take(mesh)[self.number]
         return (narrowed(self.cut, scale, self.kind).view(torch.uint8),), (scale,)
+
+    def put(self, mesh: DeviceMesh) -> Callable[[Tensor], None]:
+        """As `before`, by what writes it into its place, some bytes of the gathered weight."""
+        scale, cut = self.scales.take(mesh)[self.number], self.cut
+        self.sharded._extensions_data.all_gather_metadata = (scale,)
+        self.sharded._extensions_data.all_gather_input_sizes = [cut.size()]
+        return lambda place: narrow_into(place.view(self.kind).view(cut.shape), cut, scale)
 
     def after(
         self,

@@ -105,9 +105,14 @@ def sharded_parameters(module: FSDPModule) -> list[Any]:
 
     Read for what there is no public name: its gathered memory, its padded part, its hooks.
     """
+    return [parameter for group in parameter_groups(module) for parameter in group.fsdp_params]
+
+
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    """What `fully_shard` gathers by one collective with `module` (torch's FSDPParamGroup), for which there is no public name."""
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [parameter for group in groups if group for parameter in group.fsdp_params]
+    return [group for group in groups if group]
 
 
 def masters_device(plan: Plan, device: torch.device) -> torch.device:

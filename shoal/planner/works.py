@@ -9,9 +9,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as distributed
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
 
 from shoal.planner.fake_device import replace
 from shoal.planner.launch import Launch
@@ -22,6 +24,14 @@ COLLECTIVES = (
     "all_to_all_single", "broadcast", "all_gather", "reduce_scatter", "all_to_all",
 )  # fmt: skip
 """of torch.distributed, those that this torch has: 2.13 gave two of them new names"""
+
+
+WITHOUT_META = ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
+"""operators of which torch has no kernel for tensors without values (pytorch, torch/csrc/distributed/c10d/Ops.cpp)"""
+
+
+def _done(*_of_collective: Any) -> Any:
+    return FakeWork().boxed()
 
 
 class SimulatedWork:
@@ -56,6 +66,10 @@ def simulate_works(undo: ExitStack, tape: Tape, *, holds: bool) -> None:
     Args:
         holds: as Gloo's works.
     """
+    library = torch.library.Library("c10d", "IMPL")
+    undo.callback(library._destroy)  # there is no public way to take a kernel back
+    for name in WITHOUT_META:
+        library.impl(name, _done, "Meta")
     for name in ("isend", "irecv"):
         _replace_both(undo, name, _message(getattr(distributed, name), tape, holds=holds))
     for name in (name for name in COLLECTIVES if hasattr(distributed, name)):

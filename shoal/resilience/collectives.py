@@ -92,13 +92,13 @@ def seen(file: CallFile, world: World, *, compared: bool) -> Iterator[None]:
     groups: dict[str, Group] = {}
     try:
         for name, form in FORMS.items():
-            _intercept(
+            intercept(
                 library,
                 name,
                 lambda args, form=form: see(_group(args[form.group], groups), _text(form, args)),
             )
         for name, sends in TRANSFERS.items():
-            _intercept(
+            intercept(
                 library, name, lambda args, sends=sends: see(*_transfer(args, sends, groups), all_come=False)
             )
         yield
@@ -156,7 +156,8 @@ class Comparer:
             pause = min(SLOWEST_POLL_S, pause * 1.5)
 
 
-def _intercept(library: torch.library.Library, name: str, look: Callable[[Sequence[Any]], None]) -> None:
+def intercept(library: torch.library.Library, name: str, look: Callable[[Sequence[Any]], None]) -> None:
+    """Have `look` see the arguments of every call of the `c10d` operator `name`, until the library is destroyed."""
     operator = getattr(torch.ops.c10d, name).default
     after = torch._C._dispatch_keyset_full_after(
         torch._C.DispatchKey.BackendSelect

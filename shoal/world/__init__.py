@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shoal.cluster import DEVICES, GIB, Cluster, Device
 from shoal.observe import host
 from shoal.plan import AXES, Plan
+from shoal.simulated import is_simulated
 from shoal.world.environments import Place, PlaceError, detect
 from shoal.world.meeting import DeadlineError, Meeting, WorldError
 from shoal.world.rendezvous import Waits, open_store
@@ -102,6 +103,14 @@ class World:
         for axis in degrees:
             mesh.get_group(axis).set_timeout(self.deadline)  # else 30 minutes (Gloo), 10 (NCCL)
         return mesh
+
+    def is_one_host(self, group: dist.ProcessGroup | None = None) -> bool:
+        """Whether all ranks of a group (default: all) run on one host, as all of them see it. Collective over the group."""
+        hosts = {rank // self.local_size for rank in dist.get_process_group_ranks(group)}
+        in_order = self.rank % self.local_size == self.local_rank
+        agreed = torch.tensor(float(in_order and len(hosts) == 1), device=self.device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
+        return len(hosts) == 1 if is_simulated() else bool(agreed.item())
 
     def store(self, name: str) -> dist.Store:
         """Keys of `name` in the store that all ranks share."""

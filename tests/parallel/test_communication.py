@@ -6,12 +6,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch.distributed as dist
+import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.parallel.apply import parallelize
 from shoal.plan import Plan
+from shoal.resilience.collectives import FORMS, intercept
 from shoal.train.objective import NextToken
 from shoal.train.optimizer import AdamW
 from shoal.train.step import Step
@@ -20,24 +21,26 @@ from tests.ranks import run_ranks
 from tests.train.toy import BATCH, DIMS, build, global_batch, part_of
 
 GROUPS = DIMS.layers + 1  # of parameters that are gathered and reduced together: each block, and the root
-GATHERS = ("all_gather_into_tensor", "all_gather_single")  # torch 2.13 renames them
-REDUCES = ("reduce_scatter_tensor", "reduce_scatter_single")
+GATHERS = ("_allgather_base_", "allgather_into_tensor_coalesced_")
+REDUCES = ("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_")
 
 
 def sent(world: World, plan: Plan) -> Counter[str]:
-    """Collectives that fully_shard asks for in the second step, which has no first-time work."""
+    """Launches of collectives in the second step, which has no first-time work."""
     model = parallelize(build, plan, world)
     step = Step(model, NextToken(), AdamW(), plan, world)
     step(part_of(global_batch(0), 0, plan, world.rank))
     counts: Counter[str] = Counter()
-    for name in (*GATHERS, *REDUCES, "all_reduce"):
-        if hasattr(dist, name):
-            setattr(dist, name, counted(getattr(dist, name), name, counts))
+    library = torch.library.Library("c10d", "IMPL")
+    for name in FORMS:
+        if name in (*GATHERS, *REDUCES, "allreduce_"):
+            intercept(library, name, lambda _, name=name: counts.update([name]))
     step(part_of(global_batch(1), 1, plan, world.rank))
+    library._destroy()
     return Counter(
         gathers=sum(counts[name] for name in GATHERS),
         reduces=sum(counts[name] for name in REDUCES),
-        all_reduces=counts["all_reduce"],
+        all_reduces=counts["allreduce_"],
     )
 
 

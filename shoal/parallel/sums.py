@@ -1,0 +1,77 @@
+"""Casts and sums of what ranks send each other, at the rate of a GPU's memory: by kernels of ours on NVIDIA GPUs, else by torch.
+
+torch's own cast from fp32 to bf16 and back reaches less than half of it (benchmarks/notes.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.simulated import is_simulated
+
+LEAST = 1 << 20  # elements from which a launch of its own is worth it
+KINDS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def cast_into(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Each target becomes its source, in the target's type; one-dimensional, without gaps.
+
+    Example:
+        >>> target = torch.empty(2, dtype=torch.bfloat16)
+        >>> cast_into([target], [torch.tensor([1.0, 2.0])])
+        >>> target.tolist()
+        [1.0, 2.0]
+    """
+    rest = []
+    for target, source in zip(targets, sources, strict=True):
+        if target.dtype != source.dtype and _has_kernel(target, source):
+            from shoal.parallel.sums_kernel import launch_sum
+
+            launch_sum(source, source, target, 0)
+        else:
+            rest.append((target, source))
+    if rest:
+        torch._foreach_copy_([target for target, _ in rest], [source for _, source in rest])
+
+
+@torch.no_grad()
+def sum_parts(first: Tensor, others: Tensor, total: Tensor) -> None:
+    """`total` (n,) becomes `first` (n,) and the rows of `others` (rows * n,), added in its own type and this order.
+
+    Example:
+        >>> total = torch.empty(2)
+        >>> sum_parts(torch.tensor([1, 2]).half(), torch.tensor([3, 4, 5, 6]).half(), total)
+        >>> total.tolist()
+        [9.0, 12.0]
+    """
+    if _has_kernel(total, first):
+        from shoal.parallel.sums_kernel import launch_sum
+
+        launch_sum(first, others, total, others.numel() // total.numel())
+        return
+    total.copy_(first)
+    for row in others.view(-1, total.numel()).unbind():
+        total.add_(row)
+
+
+def _has_kernel(target: Tensor, source: Tensor) -> bool:
+    return (
+        target.is_cuda
+        and source.is_cuda
+        and target.numel() >= LEAST
+        and target.dtype in KINDS
+        and source.dtype in KINDS
+        and not is_simulated()
+        and _has_triton()
+    )
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return torch.version.hip is None and importlib.util.find_spec("triton") is not None

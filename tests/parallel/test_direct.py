@@ -1,0 +1,179 @@
+"""What is gathered and sent without copies is what torch's own `fully_shard` gathers and sends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+import shoal.parallel.apply as apply
+from shoal.job import Precision
+from shoal.parallel.direct import Elsewhere, Exchange, Gather
+from shoal.parallel.shard import parameter_groups
+from shoal.parallel.sums import LEAST, cast_into, sum_parts
+from shoal.plan import Plan
+from shoal.resilience.collectives import FORMS, intercept
+from shoal.world import World
+from tests.ranks import run_ranks
+from tests.train.toy import DIMS, Record, run_plan
+
+DEVICES = (
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")),
+)
+
+
+class Found:
+    """What a way of sending gave, and which collectives it called."""
+
+    def __init__(self, record: Record, calls: Counter[str]) -> None:
+        self.record, self.calls = record, calls
+
+
+def both_ways(world: World, plan: Plan, precision: Precision, one_host: bool) -> tuple[Found, Found]:
+    """By `fully_shard`'s copies and without."""
+    return tuple(trained(world, plan, precision, one_host, copies) for copies in (True, False))  # type: ignore[return-value]
+
+
+def trained(world: World, plan: Plan, precision: Precision, one_host: bool, copies: bool) -> Found:
+    calls: Counter[str] = Counter()
+    library = torch.library.Library("c10d", "IMPL")
+    for name in FORMS:
+        intercept(library, name, lambda _, name=name: calls.update([name]))
+    with ExitStack() as undo:
+        undo.callback(library._destroy)
+        if copies:
+            undo.enter_context(patch.object(apply, "send_directly", lambda *_: None))
+        if not one_host:
+            undo.enter_context(patch.object(World, "is_one_host", lambda *_: False))
+        return Found(run_plan(world, plan, precision, steps=3), calls)
+
+
+@pytest.mark.parametrize("one_host", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_numbers_are_those_of_fully_shard_to_the_bit(zero: Any, precision: Precision, one_host: bool) -> None:
+    """Of two ranks: there is one order in which two numbers can be added."""
+    plan = Plan(shard=2, zero=zero, micro_batch=4)
+    for copied, sent in run_ranks(2, both_ways, plan, precision, one_host):
+        assert sent.record.losses == copied.record.losses
+        assert sent.record.norms == copied.record.norms
+        for name, weight in copied.record.weights.items():
+            assert torch.equal(sent.record.weights[name], weight), name
+        assert copied.calls["_allgather_base_"] > 0
+        assert sent.calls["_allgather_base_"] == sent.calls["_reduce_scatter_base_"] == 0
+        more = sent.calls - copied.calls  # whole weights are gathered by functional collectives, in both
+        assert more["allgather_into_tensor_coalesced_"] == copied.calls["_allgather_base_"]
+        exchanged = precision == "bf16" and one_host and zero != 1
+        assert (sent.calls["alltoall_base_"] > 0) == exchanged  # ZeRO-1 adds micro-batches up in fp32
+        assert more["reduce_scatter_tensor_coalesced_"] == (
+            0 if exchanged else copied.calls["_reduce_scatter_base_"]
+        )
+
+
+def test_rows_that_do_not_divide_are_right() -> None:
+    plan = Plan(replicate=1, shard=4, zero=3, micro_batch=2)
+    for copied, sent in run_ranks(4, both_ways, plan, "fp64", True):
+        for name, weight in copied.record.weights.items():
+            torch.testing.assert_close(sent.record.weights[name], weight, rtol=1e-12, atol=1e-14)
+
+
+def placements(world: World) -> tuple[list[bool], list[bool]]:
+    """Of a model's units, whether they are gathered and reduced without copies: a matrix of 2 rows is cut along columns."""
+    model = apply.parallelize(partial(Short), Plan(shard=4), world)
+    groups = [
+        group
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in parameter_groups(module)
+    ]
+    assert model(torch.ones(1, 8)).tolist() == [[8.0, 8.0]]
+    return (
+        [isinstance(group.unshard, Gather) for group in groups],
+        [isinstance(group._reduce_scatter_comm, Exchange) for group in groups],
+    )
+
+
+class Short(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+def test_what_is_cut_along_a_later_dim_is_gathered_as_torch_does() -> None:
+    assert run_ranks(4, placements) == [([False], [True])] * 4
+
+
+def hosts(world: World, per_host: int) -> list[bool]:
+    world.local_size, world.local_rank = per_host, world.rank % per_host
+    pairs: Any = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return [world.is_one_host(pairs[world.rank // 2]), world.is_one_host()]
+
+
+@pytest.mark.parametrize(
+    ("per_host", "expected"), [(4, [True, True]), (2, [True, False]), (1, [False, False])]
+)
+def test_ranks_of_one_host_are_known(per_host: int, expected: list[bool]) -> None:
+    assert run_ranks(4, hosts, per_host) == [expected] * 4
+
+
+def scattered(world: World) -> bool:
+    """Ranks are dealt out to two hosts in turn, which rank 0 cannot see from its own numbers."""
+    world.local_size, world.local_rank = 2, world.rank // 2
+    return world.is_one_host()
+
+
+def test_ranks_that_are_not_in_the_order_of_hosts_agree() -> None:
+    assert run_ranks(2, scattered) == [False, False]
+
+
+def test_an_operator_that_is_not_known_is_named() -> None:
+    buffer = Elsewhere((4,), torch.float32, torch.device("cpu"), [])
+    assert buffer.view(2, -1).shape == (2, 2)
+    with pytest.raises(NotImplementedError, match=r"aten\.mul.*older torch"):
+        _ = buffer * 2
+
+
+def test_another_way_to_reduce_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="reduces gradients in a way"):
+        exchange: Any = Exchange(2, one_host=True)
+        exchange(torch.ones(2), torch.ones(4), None, dist.ReduceOp.AVG)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [3, LEAST, LEAST + 5])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_sums_are_made_in_the_wider_type(count: int, kind: torch.dtype, device: str) -> None:
+    generator = torch.Generator().manual_seed(count)
+    parts = torch.randn(3 * count, generator=generator).to(kind).to(device)
+    total = torch.empty(count, device=device)
+    sum_parts(parts[:count], parts[count:], total)
+    first, second, third = parts.view(3, count).float()
+    assert torch.equal(total, first + second + third)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("target", [torch.bfloat16, torch.float32])
+def test_casts_are_torchs(target: torch.dtype, device: str) -> None:
+    source = torch.bfloat16 if target == torch.float32 else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(size, generator=generator).to(source).to(device) for size in (3, LEAST + 5, LEAST)]
+    found = [torch.empty_like(tensor, dtype=target) for tensor in tensors]
+    cast_into(found, tensors)
+    for tensor, expected in zip(found, tensors, strict=True):
+        assert torch.equal(tensor, expected.to(target))
+
+
+def test_the_toy_model_has_rows_that_do_not_divide() -> None:
+    assert DIMS.vocab % 4
