@@ -17,7 +17,8 @@ from shoal.plan import Plan
 
 SMALL = 500e6  # parameters; below, a step's many small collectives cost more than the update of the whole
 STATE_SHARE = 0.45  # of a device's memory; the rest is for activations and the allocator
-KEPT_SHARE = 0.8  # of what one sample is estimated to leave for backward: so much `shoal plan` has of 8B, 8,192 tokens, compiled
+KEPT_SHARE = 0.76  # of what one sample is estimated to leave for backward: so much `shoal plan` has of 8B, 8,192 tokens, compiled
+ROOMY_SHARE = 0.9  # of memory, for what is held and kept; the rest is for the allocator
 OUTSIDE_BYTES = int(4.3 * GIB)  # context and communicators
 
 
@@ -90,7 +91,10 @@ def _data_parallel(train: Train, work: Workload, cluster: Cluster) -> Plan:
         return Plan(replicate=cluster.num_devices)
     kept = KEPT_SHARE * work.activation_bytes_per_sample + OUTSIDE_BYTES
     held = gathered + state / per_node
-    if per_node > 1 and held <= budget and held + kept <= memory:
+    alone = (
+        work.activation_bytes_per_sample > memory / 3
+    )  # one sample a micro-batch: all that there will be is known
+    if per_node > 1 and (held + kept <= ROOMY_SHARE * memory if alone else held <= budget):
         return Plan(replicate=cluster.nodes, shard=per_node, zero=2)
     if per_node > 1 and state / per_node <= budget:
         return Plan(replicate=cluster.nodes, shard=per_node, zero=3)
