@@ -38,7 +38,8 @@ GIB = 1024**3
 KINDS = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}
 AXES = ("axes_4xh100", "axes_4xh200", "axes_2xh200", "float8_2xh200")
 STEPS = {
-    "against_8b_2xh200": "llama_8b plan.shard=2 train.global_batch=2",
+    "against_8b_2xh200": "llama_8b plan.shard=2 plan.zero=2 train.global_batch=2",
+    "against_1b_2xh200": "llama_1b plan.shard=2 plan.zero=2 train.global_batch=8",
     "against_433m_2xh200": "llama_433m plan.replicate=2 train.global_batch=2 plan.compile=true",
     "against_8b_4xh200": "llama_8b plan.shard=4 plan.zero=2",
     "against_1b_4xh200": "llama_1b plan.shard=4 plan.zero=2",

@@ -42,6 +42,8 @@ def ls(
     if as_json:
         typer.echo(json.dumps(rows))
         return
+    if rows:
+        typer.echo(f"{'step':>9}  {'size':>14}  {'age':>8}  is        plan and folder")
     for row in rows:
         if row["complete"]:
             age = _age(time.time() - row["written"])

@@ -62,8 +62,8 @@ def test_every_command_has_help_with_an_example() -> None:
 def test_a_runs_checkpoints_are_listed_with_why_one_is_refused(done: Path) -> None:
     (newest(done) / "rank-00001.bin").unlink()
     result = shoal("ls", done)
-    first, second = result.output.splitlines()
-    assert result.exit_code == 0
+    heads, first, second = result.output.splitlines()
+    assert result.exit_code == 0 and heads.split()[:3] == ["step", "size", "age"]
     assert first.split()[0] == "8" and "complete" in first and "shard 2" in first
     assert "refused" in second and "rank-00001.bin is missing" in second
     rows = json.loads(shoal("ls", done, "--json").output)
