@@ -196,7 +196,14 @@ def complete_plan(settings: Settings, cluster: Cluster) -> Plan:
     said = settings.plan
     if said is not None and said.says_degrees:
         return with_compile(said, workload(settings), cluster) if said.only_copies else said
-    chosen = choose_plan(settings.train, workload(settings), cluster, zero=said.zero if said else None)
+    chosen = choose_plan(
+        settings.train,
+        workload(settings),
+        cluster,
+        zero=said.zero if said else None,
+        micro_batch=said.micro_batch if said else None,
+        compiled=said is None or said.compile is not False,
+    )
     return _with_parts(chosen, said)
 
 

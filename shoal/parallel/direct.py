@@ -25,28 +25,32 @@ from shoal.parallel.shard import parameter_groups
 from shoal.parallel.sums import cast_into
 from shoal.world import World
 
-BACKENDS = ("nccl", "gloo", "fake")  # of which it is known that they gather many tensors at once; not MPI
-
 
 def send_directly(roots: Iterable[nn.Module], world: World) -> None:
     """Let the sharded modules in `roots` send without copies, in place. Collective.
 
-    What is cut along a later dim than the first is gathered as `fully_shard` does it, together with its unit.
+    A unit that has a parameter cut along a later dim than the first is gathered as `fully_shard` does it.
     """
     hosts: dict[dist.ProcessGroup, bool] = {}
     found = [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
     for module in dict.fromkeys(found):  # in one order on all ranks
         for group in parameter_groups(module):
             ranks = group._all_gather_process_group
-            if ranks.size() == 1 or _backend(ranks, world.device) not in BACKENDS:
+            if ranks.size() == 1 or not _is_known(_backend(ranks, world.device), world.device):
                 continue
             if ranks not in hosts:
                 hosts[ranks] = world.is_one_host(ranks)
-            exchange: Any = Exchange(ranks.size(), one_host=hosts[ranks])
-            module.set_custom_reduce_scatter(exchange)
+            of_masters_type = group.mp_policy.param_dtype in (None, group.mp_policy.reduce_dtype)
+            if hosts[ranks] or of_masters_type:
+                exchange: Any = Exchange(ranks.size())
+                module.set_custom_reduce_scatter(exchange)
             if all(parameter.fsdp_placement.dim == 0 for parameter in group.fsdp_params):
-                gather = Gather(group)
-                group.unshard, group.wait_for_unshard = gather.begin, gather.end
+                Gather(group)
+
+
+def _is_known(backend: str, device: torch.device) -> bool:
+    """Whether a backend is known to gather and exchange many tensors at once: MPI does not, nor does Gloo on GPUs."""
+    return backend in ("nccl", "fake") or (backend == "gloo" and device.type == "cpu")
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -57,7 +61,7 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 class Gather:
-    """In place of a unit's `unshard` and `wait_for_unshard`: the same, into the gathered parameters themselves.
+    """Takes the place of a unit's `unshard` and `wait_for_unshard`: the same, into the gathered parameters themselves.
 
     They are taken from the computing stream's memory when the gather is asked for, which then waits for what computes so far:
     that memory may just have been freed by it. Units are asked for one ahead, so that they are gathered while the last one runs.
@@ -68,12 +72,13 @@ class Gather:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._torchs = group.unshard, group.wait_for_unshard
+        self._torchs = group.unshard, group.wait_for_unshard, group.finalize_backward
         self._outputs: list[Tensor] = []
         self._places: list[Tensor] = []
         """this rank's parts of them"""
-        self._arrived: Any = None
-        """an event, while a gather of this kind is under way"""
+        self._result: Any = None
+        """of the last gather of this kind"""
+        group.unshard, group.wait_for_unshard, group.finalize_backward = self.begin, self.end, self.finish
 
     @torch.no_grad()
     def begin(self, async_op: bool = False) -> None:
@@ -87,19 +92,32 @@ class Gather:
             self._torchs[0](async_op)
             return
         with torch.profiler.record_function(group._with_fqn("FSDP::all_gather")):
-            self._arrived = self._gather()
-        group._all_gather_result = _under_way(self._arrived, self._outputs[0])
+            event = self._gather()
+        group._all_gather_result = self._result = _under_way(event, self._outputs[0])
+
+    @property
+    def _is_under_way(self) -> bool:
+        return self._result is not None and self._group._all_gather_result is self._result
 
     def end(self) -> None:
         group = self._group
-        if self._arrived is None or group._all_gather_result is None:
+        if not self._is_under_way:
             self._torchs[1]()
             return
-        group.device_handle.current_stream().wait_event(self._arrived)
+        if self._result.all_gather_event is not None:  # a CPU has none
+            group.device_handle.current_stream().wait_event(self._result.all_gather_event)
         for parameter in group.fsdp_params:
             parameter.init_unsharded_param()
         group._to_unsharded()
-        self._arrived = group._all_gather_result = None
+        self._result = group._all_gather_result = None
+
+    def finish(self) -> None:
+        """After a backward, in place of `finalize_backward`: what was gathered ahead and not used is freed."""
+        unused = self._is_under_way
+        self._torchs[2]()
+        if unused and self._group.is_sharded:
+            for parameter in self._group.fsdp_params:
+                parameter.free_unsharded_param()
 
     def _gather(self) -> Any:
         group, handle = self._group, self._group.device_handle

@@ -1,8 +1,8 @@
 """Gradients of 16 bits are exchanged as they are: each rank gets its part from all others and adds them up in fp32.
 
 These are the sums of `fully_shard`, which copies gradients into one buffer in fp32 and reduces that: here are no copies, and half
-of the bytes. Where ranks are on several hosts, between which a ring sends less than an exchange, and for gradients in the type of
-their sums, they are reduced and scattered, without copies of those too.
+of the bytes. Gradients in the type of their sums are reduced and scattered from where they lie. Those of ranks on several hosts,
+between which a ring sends less than an exchange, stay with `fully_shard` if they have 16 bits.
 
 Sources: torch's FSDP2 (`foreach_reduce`, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py); Megatron-Core's
 `reduce_scatter_with_fp32_accumulation`, which exchanges gradients in the same way.
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from shoal.parallel.sums import cast_into, sum_parts
+from shoal.parallel.sums import sum_parts
 
 
 class Elsewhere(Tensor):
@@ -70,11 +70,11 @@ class Exchange:
     """In place of a unit's reduce-scatter; `fully_shard` asks for its input, copies gradients into it, and asks for its output.
 
     Args:
-        ranks: over which parameters are cut. one_host: they can exchange as fast as they can send along a ring.
+        ranks: over which parameters are cut.
     """
 
-    def __init__(self, ranks: int, *, one_host: bool) -> None:
-        self._ranks, self._one_host = ranks, one_host
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
         self._asked = 0  # elements of an input whose output has not been asked for
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -101,12 +101,8 @@ class Exchange:
         parts = output_tensor.split([gradient.numel() // self._ranks for gradient in whole])
         if whole[0].dtype == output_tensor.dtype:
             _scatter_many(parts, whole, group)
-        elif self._one_host:
-            _exchange(parts, whole, group)
         else:
-            wide = [torch.empty_like(gradient, dtype=output_tensor.dtype) for gradient in whole]
-            cast_into(wide, whole)
-            _scatter_many(parts, wide, group)
+            _exchange(parts, whole, group)
 
 
 def _even(gradient: Tensor, ranks: int) -> Tensor:
@@ -122,17 +118,11 @@ def _even(gradient: Tensor, ranks: int) -> Tensor:
 def _exchange(parts: Sequence[Tensor], gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Each of `parts` becomes the sum of all ranks' gradients there."""
     ranks, rank = group.size(), group.rank()
-    if parts[0].device.type == "cpu":  # Gloo has no other exchange
-        for part, gradient in zip(parts, gradients, strict=True):
-            received = torch.empty_like(gradient)
-            dist.all_to_all_single(received, gradient, group=group)
-            sum_parts(received[: part.numel()], received[part.numel() :], part)
-        return
     rest = [
         gradient.new_empty((ranks - 1) * part.numel())
         for part, gradient in zip(parts, gradients, strict=True)
     ]
-    _exchange_many(rest, gradients, group)
+    exchange_many(rest, gradients, group)
     for part, others, gradient in zip(parts, rest, gradients, strict=True):
         sum_parts(gradient.narrow(0, rank * part.numel(), part.numel()), others, part)
 
@@ -161,10 +151,26 @@ def _scatter_many(outputs: Sequence[Tensor], inputs: list[Tensor], group: dist.P
     _wait(call(list(outputs), inputs, options))
 
 
-def _exchange_many(received: Sequence[Tensor], whole: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Each of `received` becomes the other ranks' parts for this one, in their order, by one launch."""
+def exchange_many(received: Sequence[Tensor], whole: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Each of `received` becomes the other ranks' parts for this one, in their order. Collective."""
+    exchange = _exchange_singly if received[0].device.type == "cpu" else _exchange_at_once
+    exchange(received, whole, group)
+
+
+def _exchange_singly(received: Sequence[Tensor], whole: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """By what Gloo has."""
+    for others, gradient in zip(received, whole, strict=True):
+        every = torch.empty_like(gradient)
+        dist.all_to_all_single(every, gradient, group=group)
+        own = gradient.numel() // group.size()
+        before, _, after = every.split((group.rank() * own, own, others.numel() - group.rank() * own))
+        others.copy_(torch.cat((before, after)))
+
+
+def _exchange_at_once(received: Sequence[Tensor], whole: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """By one launch of all, in which no rank sends itself anything."""
     ranks, rank = group.size(), group.rank()
-    nothing = received[0].new_empty(0)  # what a rank would send itself it has
+    nothing = received[0].new_empty(0)
     options = distributed_c10d.AllToAllOptions()
     options.asyncOp = False
     # one launch of many exchanges has no public name (pytorch/pytorch#100949)

@@ -55,6 +55,9 @@ def sum_parts(first: Tensor, others: Tensor, total: Tensor) -> None:
 
         launch_sum(first, others, total, others.numel() // total.numel())
         return
+    if is_simulated():  # one kernel reads it all; in fact torch would add in 16 bits, or make a copy
+        torch.sum(others.view(-1, total.numel()), 0, dtype=total.dtype, out=total)
+        return
     total.copy_(first)
     for row in others.view(-1, total.numel()).unbind():
         total.add_(row)

@@ -32,20 +32,32 @@ class Workload(NamedTuple):
     """the model is known to compile as one graph"""
 
 
-def choose_plan(train: Train, work: Workload, cluster: Cluster, *, zero: int | None = None) -> Plan:
+def choose_plan(
+    train: Train,
+    work: Workload,
+    cluster: Cluster,
+    *,
+    zero: int | None = None,
+    micro_batch: int | None = None,
+    compiled: bool = True,
+) -> Plan:
     """A plan for all devices of a cluster.
 
     Args:
         zero: the ZeRO stage, if it is said: 0 keeps whole copies, 1 to 3 cut over the devices of a node, or over nodes that have
             one device each.
+        micro_batch: samples, if they are said. compiled: blocks will be.
 
     Raises:
         ValueError: the global batch cannot be dealt out to the devices; the message says which could.
     """
     require_even(train, cluster)
-    plan = _data_parallel(train, work, cluster) if zero is None else _with_zero(zero, cluster)
-    micro_batch = _micro_batch(train, work, cluster)
-    return with_compile(plan.model_copy(update={"micro_batch": micro_batch}), work, cluster)
+    if zero is None:
+        plan = _data_parallel(train, work, cluster, micro_batch, KEPT_SHARE if compiled else 1.0)
+    else:
+        plan = _with_zero(zero, cluster)
+    chosen = micro_batch or _micro_batch(train, work, cluster)
+    return with_compile(plan.model_copy(update={"micro_batch": chosen}), work, cluster)
 
 
 def with_compile(plan: Plan, work: Workload, cluster: Cluster) -> Plan:
@@ -79,7 +91,9 @@ def _with_zero(zero: int, cluster: Cluster) -> Plan:
     return Plan.model_validate({"replicate": cluster.nodes, "shard": cluster.devices_per_node, "zero": zero})
 
 
-def _data_parallel(train: Train, work: Workload, cluster: Cluster) -> Plan:
+def _data_parallel(
+    train: Train, work: Workload, cluster: Cluster, micro_batch: int | None, share: float
+) -> Plan:
     memory = cluster.device.memory_bytes
     if memory is None:
         return Plan(replicate=cluster.num_devices)
@@ -89,12 +103,13 @@ def _data_parallel(train: Train, work: Workload, cluster: Cluster) -> Plan:
     budget, per_node = STATE_SHARE * memory, cluster.devices_per_node
     if state + gathered <= budget and (work.parameters < SMALL or cluster.num_devices == 1):
         return Plan(replicate=cluster.num_devices)
-    kept = KEPT_SHARE * work.activation_bytes_per_sample + OUTSIDE_BYTES
     held = gathered + state / per_node
-    alone = (
-        work.activation_bytes_per_sample > memory / 3
-    )  # one sample a micro-batch: all that there will be is known
-    if per_node > 1 and (held + kept <= ROOMY_SHARE * memory if alone else held <= budget):
+    activations = work.activation_bytes_per_sample * (micro_batch or 1)
+    kept = share * activations + OUTSIDE_BYTES
+    # of a micro-batch that is said, or where there is room for no more than one sample, all that there will be is known
+    known = activations > 0 and (micro_batch is not None or activations > memory / 3)
+    fits = held + kept <= ROOMY_SHARE * memory if known else held <= budget and held + kept <= memory
+    if per_node > 1 and fits:
         return Plan(replicate=cluster.nodes, shard=per_node, zero=2)
     if per_node > 1 and state / per_node <= budget:
         return Plan(replicate=cluster.nodes, shard=per_node, zero=3)

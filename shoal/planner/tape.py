@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -236,6 +236,14 @@ class Tape(TorchDispatchMode):
         if func.namespace != "c10d":
             for tensor in outputs:
                 self._flying[_plain(tensor).untyped_storage()._cdata] = launch
+
+    def sends(self, operator: str, tensors: Sequence[Tensor], nbytes: int, ranks: tuple[int, ...]) -> None:
+        """One launch of collectives that are not called; the current stream waits for it."""
+        for number in map(self.number, tensors):
+            if number is not None:
+                self.trace.storages[number].travels = True
+        current = self._streams.current.stream_id
+        self.add(Launch("collective", current, operator, self.now(), nbytes=nbytes, ranks=ranks))
 
     def runs(self, func: Any, args: Any, cost: Cost | None) -> None:
         """An operator runs that is not called: what it does is known."""

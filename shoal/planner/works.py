@@ -5,7 +5,7 @@ at once; these hold tensors as real ones do, and let it be known when they are w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed.distributed_c10d as distributed
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 
+import shoal.parallel.exchange as exchange
 from shoal.planner.fake_device import replace
 from shoal.planner.launch import Launch
 from shoal.planner.tape import Tape
@@ -64,8 +65,10 @@ def simulate_works(undo: ExitStack, tape: Tape, *, holds: bool) -> None:
     interleaved pipelines comes out as it was measured (benchmarks/results/reality.json), and 2 GiB above it otherwise.
 
     Args:
-        holds: as Gloo's works.
+        holds: as Gloo's works; exchanges are Gloo's too.
     """
+    if not holds:
+        replace(undo, exchange, "exchange_many", functools.partial(_exchanged, tape))
     library = torch.library.Library("c10d", "IMPL")
     undo.callback(library._destroy)  # there is no public way to take a kernel back
     for name in WITHOUT_META:
@@ -87,6 +90,14 @@ def simulate_works(undo: ExitStack, tape: Tape, *, holds: bool) -> None:
         ]
 
     replace(undo, dist, "batch_isend_irecv", batch)
+
+
+def _exchanged(
+    tape: Tape, received: Sequence[Tensor], whole: Sequence[Tensor], group: dist.ProcessGroup
+) -> None:
+    """One launch, as NCCL makes it of many; curves of exchanges are by all that a rank has, its own part included."""
+    nbytes = sum(gradient.numel() * gradient.element_size() for gradient in whole)
+    tape.sends("all_to_all", (*received, *whole), nbytes, tuple(dist.get_process_group_ranks(group)))
 
 
 def _replace_both(undo: ExitStack, name: str, value: Any) -> None:

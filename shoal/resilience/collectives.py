@@ -216,7 +216,10 @@ def _shapes(tensors: Any, sized: bool) -> list[str]:
     said = [str(tensors[0].dtype).removeprefix("torch.")]
     if sized:
         said += [str(tuple(tensor.shape)) for tensor in tensors[:3]]
-    return [*said, f"and {len(tensors) - 3} more"] if len(tensors) > 3 else said
+    if len(tensors) <= 3:
+        return said
+    rest = f" of {sum(map(Tensor.numel, tensors[3:]))} elements" if sized else ""
+    return [*said, f"and {len(tensors) - 3} more{rest}"]
 
 
 def _transfer(args: Sequence[Any], sends: bool, groups: dict[str, Group]) -> tuple[Group, str]:
