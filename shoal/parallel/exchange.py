@@ -130,13 +130,16 @@ def _exchange(parts: Sequence[Tensor], gradients: Sequence[Tensor], group: dist.
 def gather_many(outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> None:
     """Each output becomes all ranks' inputs, by one launch. Collective.
 
-    torch.distributed has functions for one tensor; for many there are these methods of a group (2.13 gave them new names).
+    torch.distributed has functions for one tensor; for many there are these methods of a group (2.13 gave them new names), called
+    as its own `_coalescing_manager` does it in each version.
     """
-    options = distributed_c10d.AllgatherOptions()
-    options.asyncOp = False
     methods: Any = group
-    call = getattr(methods, "all_gather_single_coalesced", None) or methods.allgather_into_tensor_coalesced
-    _wait(call(outputs, inputs, options))
+    if hasattr(methods, "all_gather_single_coalesced"):
+        options = distributed_c10d.AllgatherOptions()
+        options.asyncOp = False
+        _wait(methods.all_gather_single_coalesced(outputs, inputs, options))
+    else:
+        _wait(methods.allgather_into_tensor_coalesced(outputs, inputs))
 
 
 def _scatter_many(outputs: Sequence[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> None:

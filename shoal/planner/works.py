@@ -15,6 +15,7 @@ import torch.distributed.distributed_c10d as distributed
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 
+import shoal.parallel.direct as direct
 import shoal.parallel.exchange as exchange
 from shoal.planner.fake_device import replace
 from shoal.planner.launch import Launch
@@ -67,6 +68,7 @@ def simulate_works(undo: ExitStack, tape: Tape, *, holds: bool) -> None:
     Args:
         holds: as Gloo's works; exchanges are Gloo's too.
     """
+    replace(undo, direct, "gather_many", functools.partial(_gathered, tape))
     if not holds:
         replace(undo, exchange, "exchange_many", functools.partial(_exchanged, tape))
     library = torch.library.Library("c10d", "IMPL")
@@ -90,6 +92,11 @@ def simulate_works(undo: ExitStack, tape: Tape, *, holds: bool) -> None:
         ]
 
     replace(undo, dist, "batch_isend_irecv", batch)
+
+
+def _gathered(tape: Tape, outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> None:
+    nbytes = sum(output.numel() * output.element_size() for output in outputs)
+    tape.sends("all_gather", (*outputs, *inputs), nbytes, tuple(dist.get_process_group_ranks(group)))
 
 
 def _exchanged(
