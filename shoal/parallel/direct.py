@@ -86,7 +86,7 @@ class Gather:
         asked_for_nothing = (
             group._all_gather_result is not None
             or not group.is_sharded
-            or (not group.unshard_in_backward and "PRE_BACKWARD" in str(group._training_state))
+            or (not group.unshard_in_backward and group._training_state.name == "PRE_BACKWARD")
         )
         if asked_for_nothing or async_op:
             self._torchs[0](async_op)

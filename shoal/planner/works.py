@@ -26,14 +26,8 @@ COLLECTIVES = (
     "all_to_all_single", "broadcast", "all_gather", "reduce_scatter", "all_to_all",
 )  # fmt: skip
 """of torch.distributed, those that this torch has: 2.13 gave two of them new names"""
-
-
-WITHOUT_META = ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
-"""operators of which torch has no kernel for tensors without values (pytorch, torch/csrc/distributed/c10d/Ops.cpp)"""
-
-
-def _done(*_of_collective: Any) -> Any:
-    return FakeWork().boxed()
+WITHOUT_META = "reduce_scatter_tensor_coalesced_"
+"""an operator of which torch has no kernel for tensors without values (pytorch, torch/csrc/distributed/c10d/Ops.cpp)"""
 
 
 class SimulatedWork:
@@ -73,8 +67,7 @@ def simulate_works(undo: ExitStack, tape: Tape, *, holds: bool) -> None:
         replace(undo, exchange, "exchange_many", functools.partial(_exchanged, tape))
     library = torch.library.Library("c10d", "IMPL")
     undo.callback(library._destroy)  # there is no public way to take a kernel back
-    for name in WITHOUT_META:
-        library.impl(name, _done, "Meta")
+    library.impl(WITHOUT_META, _done, "Meta")
     for name in ("isend", "irecv"):
         _replace_both(undo, name, _message(getattr(distributed, name), tape, holds=holds))
     for name in (name for name in COLLECTIVES if hasattr(distributed, name)):
@@ -105,6 +98,10 @@ def _exchanged(
     """One launch, as NCCL makes it of many; curves of exchanges are by all that a rank has, its own part included."""
     nbytes = sum(gradient.numel() * gradient.element_size() for gradient in whole)
     tape.sends("all_to_all", (*received, *whole), nbytes, tuple(dist.get_process_group_ranks(group)))
+
+
+def _done(*_of_collective: Any) -> Any:
+    return FakeWork().boxed()
 
 
 def _replace_both(undo: ExitStack, name: str, value: Any) -> None:

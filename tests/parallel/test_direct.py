@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 import shoal.parallel.apply as apply
+import shoal.parallel.direct as direct
 import shoal.parallel.exchange as exchange
 from shoal.job import Precision
 from shoal.parallel.direct import Gather
@@ -35,19 +36,20 @@ DEVICES = (
 )
 
 
-class Found:
+class Found(NamedTuple):
     """What a way of sending gave, and which collectives it called."""
 
-    def __init__(self, record: Record, calls: Counter[str]) -> None:
-        self.record, self.calls = record, calls
+    record: Record
+    calls: Counter[str]
 
 
 def both_ways(world: World, plan: Plan, precision: Precision, one_host: bool) -> tuple[Found, Found]:
     """By `fully_shard`'s copies and without."""
-    return tuple(trained(world, plan, precision, one_host, copies) for copies in (True, False))  # type: ignore[return-value]
+    copied = trained(world, plan, precision, one_host, copies=True)
+    return copied, trained(world, plan, precision, one_host, copies=False)
 
 
-def trained(world: World, plan: Plan, precision: Precision, one_host: bool, copies: bool) -> Found:
+def trained(world: World, plan: Plan, precision: Precision, one_host: bool, *, copies: bool) -> Found:
     calls: Counter[str] = Counter()
     library = torch.library.Library("c10d", "IMPL")
     for name in FORMS:
@@ -217,6 +219,16 @@ def test_all_gradients_of_a_unit_are_exchanged_by_one_launch() -> None:
         for number, size in enumerate((2, 4)):
             others = [gradients[other][number].view(3, size)[rank] for other in range(3) if other != rank]
             assert torch.equal(received[number], torch.cat(others))
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "expected"),
+    [("nccl", "cuda", True), ("gloo", "cpu", True), ("gloo", "cuda", False), ("mpi", "cpu", False)],
+)
+def test_backends_that_cannot_gather_or_exchange_many_are_left_to_torch(
+    backend: str, device: str, expected: bool
+) -> None:
+    assert direct._is_known(backend, torch.device(device)) == expected
 
 
 def test_an_operator_that_is_not_known_is_named() -> None:

@@ -77,6 +77,14 @@ def test_parameters_are_freed_between_uses_where_one_samples_activations_need_th
     assert [plan.zero_stage for plan in on] == [3, 2]
 
 
+def test_a_micro_batch_that_is_said_and_blocks_that_are_not_compiled_need_more_room() -> None:
+    """Two samples of 8B on 2 H200s: `shoal plan` has 137 GiB under ZeRO-2 and 125 under ZeRO-3."""
+    train, work = Train(global_batch=4, precision="bf16"), Workload(8_030_000_000, 64 * 10**9)
+    two = choose_plan(train, work, Cluster.parse("2 h200"), micro_batch=2)
+    eager = choose_plan(train, work, Cluster.parse("2 h200"), compiled=False)
+    assert (two.zero_stage, two.micro_batch, eager.zero_stage) == (3, 2, 3)
+
+
 @pytest.mark.parametrize(("cluster", "stage"), [("2 h200", 2), ("2 b200", 2), ("2 h100", 3), ("4 h100", 3)])
 def test_parameters_stay_gathered_where_all_that_there_will_be_is_known_to_fit(
     cluster: str, stage: int

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from shoal.cluster import Cluster
 from shoal.plan import Plan
 from shoal.planner.launch import WIDENING, Cost, Dims, Heads, Launch, cost_of, on_lists, parts_of
-from shoal.planner.simulate import simulated_world
+from shoal.planner.simulate import simulate, simulated_world
+from tests.planner.real import dense, work
 
 aten: Any = torch.ops.aten
 
@@ -162,3 +163,21 @@ def test_a_copy_that_widens_takes_longer_than_its_bytes() -> None:
             launch for launch in world.tape.trace.launches() if launch.operator == "aten._to_copy.default"
         ]
     assert [launch.times for launch in found] == [WIDENING, 1.0]
+
+
+def test_a_unit_is_gathered_by_one_launch_and_its_gradients_are_exchanged_by_one() -> None:
+    """Of two blocks and what is outside of them, in two steps; 16 bits a parameter, a rank's own part included."""
+    trace = simulate(work()._replace(precision="bf16"), Plan(shard=2, zero=2), Cluster.parse("2 h100"))
+    sent = [event for event in trace.events if isinstance(event, Launch) and event.kind == "collective"]
+    parameters = sum(parameter.numel() for parameter in dense().parameters())
+    for operator in ("all_gather", "all_to_all"):
+        sizes = [launch.nbytes for launch in sent if launch.operator == operator]
+        assert len(sizes) == 2 * 3 and sum(sizes) == 2 * 2 * parameters
+    assert not [launch for launch in sent if launch.operator == "reduce_scatter"]
+
+
+def test_between_hosts_gradients_are_reduced_in_fp32() -> None:
+    trace = simulate(work()._replace(precision="bf16"), Plan(shard=2, zero=2), Cluster.parse("2x1 h100"))
+    sent = [event for event in trace.events if isinstance(event, Launch) and event.kind == "collective"]
+    assert {launch.operator for launch in sent} >= {"all_gather", "reduce_scatter"}
+    assert not [launch for launch in sent if launch.operator == "all_to_all"]
