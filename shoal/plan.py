@@ -102,6 +102,11 @@ class Plan(BaseModel):
         description='torch.compile each block, or with "model" the whole as one graph, which needs a plan of copies alone; left '
         "out: blocks, on GPUs, where the schedule allows it; copies of a small Llama as one graph",
     )
+    cuda_graphs: bool | None = Field(
+        None,
+        description="record the forward and backward of a step on a GPU once, and launch it as one CUDA graph from then on; left "
+        "out: for a small Llama",
+    )
     offload: tuple[Offloaded, ...] = Field(
         (),
         strict=False,  # TOML has lists
@@ -180,6 +185,7 @@ class Plan(BaseModel):
                 'recompute = "selective" tells operators apart inside of one graph, and what expert ranks and a ring of context '
                 'ranks exchange cuts graphs; use compile = false, recompute = "full", or context_by = "all_to_all"'
             )
+        self._check_recorded()
         if self.compile == "model" and not self.only_copies:
             raise ValueError(
                 'compile = "model" makes one graph of a whole model, and this plan cuts it, so that something has to happen '
@@ -236,6 +242,22 @@ class Plan(BaseModel):
                 'compile = "model" makes one graph of a whole model, and parameters and activations in host memory move between '
                 'its blocks; use compile = true, or offload = ["optimizer"] alone'
             )
+
+    def _check_recorded(self) -> None:
+        if not self.cuda_graphs:
+            return
+        reasons = {
+            "a pipeline's stages are run by its schedule": self.pipeline > 1,
+            "numbers of tokens of each expert are read by the host": self.expert > 1,
+            "DistributedDataParallel counts its own steps (shard, with zero = 1 or 2, can be recorded)": self.replicate
+            > 1
+            and self.only_copies,
+            "what is in host memory comes by the host's order": bool(self.offload),
+            "blocks that run again look at random numbers": self.recompute != "none",
+        }
+        for why, applies in reasons.items():
+            if applies:
+                raise ValueError(f"cuda_graphs records what a device does alone, and {why}; leave it out")
 
     def _check_recompute(self) -> None:
         if self.recompute != "selective" and self.recompute_keep != KEPT:
@@ -376,9 +398,8 @@ class Plan(BaseModel):
                 text += f" in every {ordinal(self.recompute_every)} block"
         if self.offload:
             text += f", {' and '.join(self.offload)} in host memory"
-        return text + (
-            ", compiled as a whole" if self.compile == "model" else ", compiled" if self.compile else ""
-        )
+        text += ", compiled as a whole" if self.compile == "model" else ", compiled" if self.compile else ""
+        return text + (", CUDA graphs" if self.cuda_graphs else "")
 
 
 _IDLE_WITHOUT = {"schedule": "pipeline", "virtual_stages": "pipeline", "context_by": "context"}

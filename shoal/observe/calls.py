@@ -15,7 +15,8 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,11 +79,14 @@ class CallFile:
         self._groups: dict[str, list[int]] = {}  # (index, calls, sum)
         self._place = 0
         self._lock = threading.Lock()  # autograd has threads of its own on GPUs
+        self._kept: list[tuple[Group, str, str]] | None = None
         _HEAD.pack_into(self._memory, 0, MAGIC, 0)
 
     def add(self, group: Group, text: str, line: str) -> Call:
         """Note a call that is about to be made. Of more than `GROUPS` groups, calls of the first are kept."""
         with self._lock:
+            if self._kept is not None:
+                self._kept.append((group, text, line))
             state = self._groups.get(group.name) or self._add_group(group)
             raw, now = text.encode(), time.monotonic()
             state[1] += 1
@@ -98,6 +102,15 @@ class CallFile:
             )
             _HEAD.pack_into(self._memory, 0, MAGIC, self._place)
             return Call(self._place, group.name, state[1], now, state[2], text, line)
+
+    @contextmanager
+    def kept(self) -> Generator[list[tuple[Group, str, str]]]:
+        """The calls that are noted while it lasts, as `add` takes them."""
+        self._kept = found = []
+        try:
+            yield found
+        finally:
+            self._kept = None
 
     def read(self) -> Calls:
         """What a reader of the file would see."""

@@ -88,6 +88,7 @@ def seen(file: CallFile, world: World, *, compared: bool) -> Iterator[None]:
         if comparer is not None and all_come and len(group.ranks) > 1:
             comparer.compare(group, call)
 
+    world.calls, world.compares_calls = file, compared
     library = torch.library.Library("c10d", "IMPL")
     groups: dict[str, Group] = {}
     try:
@@ -103,6 +104,7 @@ def seen(file: CallFile, world: World, *, compared: bool) -> Iterator[None]:
             )
         yield
     finally:
+        world.calls, world.compares_calls = None, False
         library._destroy()  # there is no public way to take a kernel back before the library object is collected
 
 

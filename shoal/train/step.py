@@ -12,7 +12,7 @@ gradients; and a step whose norm is not finite is left out by all ranks alike, w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,10 +31,12 @@ from shoal.parallel.precision import types_of
 from shoal.parallel.shard import sum_whole_gradients
 from shoal.parallel.spread import spread_of
 from shoal.plan import Plan
+from shoal.simulated import is_simulated
 from shoal.tensors import map_tensors, tensors_in
 from shoal.train.kernels import attention_kernels
 from shoal.train.objective import Objective, output_of
 from shoal.train.optimizer import LocalOptimizer
+from shoal.train.recorded import Brought, Pass, Recorded
 from shoal.train.scale import LossScale
 from shoal.train.schedule import learning_rate
 from shoal.world import World
@@ -53,15 +55,6 @@ class Numbers(NamedTuple):
     """the update was left out: the norm was not finite, or nothing had weight"""
     stop: bool
     """some rank asks all to stop after this step"""
-
-
-class Pass(NamedTuple):
-    """What a forward and backward over a rank's micro-batches gave, beside gradients: what the rank adds to the sums over all."""
-
-    loss: Tensor
-    weight: Tensor
-    losses: Tensor
-    """(micro-batches,) sums of losses of each, where this rank computes it"""
 
 
 class StepResult:
@@ -168,6 +161,19 @@ class Step:
         self._averaged = plan.replicate if isinstance(model, DistributedDataParallel) else 1
         self._copies = [self._copies_of(*named) for named in self.optimizer.parameters.items()]
         self._bound = False
+        self._recorded = (
+            Recorded(
+                self.forward_backward,
+                self._one_by_one,
+                self._compute,
+                self.optimizer.parameters.values(),
+                world,
+            )
+            if plan.cuda_graphs
+            and world.device.type == "cuda"
+            and not (is_simulated() or world.compares_calls)
+            else None
+        )
         self.on_micro_batch: Callable[[int], None] = lambda index: None
         """told the number of each micro-batch before its forward"""
 
@@ -186,7 +192,7 @@ class Step:
                 before, which may have been skipped, while the weights are still those that it left.
         """
         self._on_phase("forward", batch.step)
-        found = self.forward_backward(batch.micro_batches)
+        found = (self._recorded or self.forward_backward)(batch.micro_batches)
         self._on_phase("reduce", batch.step)
         sums = self._reduce(found.loss, found.weight, stop)
         before_update()
@@ -195,7 +201,7 @@ class Step:
         values = self._update(sums, lr)
         return StepResult(batch, lr, values, found.losses)
 
-    def forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> Pass:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Pass:
         """Gradients of the factored sum of losses, into the parameters. Collective."""
         with attention_kernels(self.world.device):
             return self._forward_backward(micro_batches)
@@ -205,49 +211,56 @@ class Step:
         """What losses are multiplied by in fp16."""
         return self._loss_scale
 
-    def _forward_backward(self, micro_batches: tuple[MicroBatch, ...]) -> Pass:
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Pass:
         if not self.model.training:
             self.model.train()
         if self._spread.pipeline is not None:
             return self._pipelined(self._spread.pipeline, micro_batches)
+        return self._compute(self._one_by_one(micro_batches), len(micro_batches))
+
+    def _one_by_one(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Brought]:
+        for index, micro in enumerate(micro_batches):
+            self._begin(index, micro)
+            yield self._bring(micro)
+
+    def _begin(self, index: int, micro: MicroBatch) -> None:
+        """Before the forward of a micro-batch: what the host has to do."""
+        self.on_micro_batch(index)
+        # dropout depends on the samples' place in the run, not on the rank that has them
+        seed_device(self.world.device, seed_of(self._seed, "step", micro.first, *self._spread.coordinates))
+        self._balance.count(micro.samples > 0)
+
+    def _bring(self, micro: MicroBatch) -> Brought:
+        data = self._spread.cut_inputs(to_device(micro.data, self.world.device))
+        return Brought(data, 1.0 if micro.samples else 0.0)
+
+    def _compute(self, brought: Iterable[Brought], count: int) -> Pass:
+        """What the device has to do for so many micro-batches."""
         total = torch.zeros(2, dtype=self._sum_type, device=self.world.device)
         losses: list[Tensor] = []
-        for index, micro in enumerate(micro_batches):
-            self.on_micro_batch(index)
-            # dropout depends on the samples' place in the run, not on the rank that has them
-            seed_device(
-                self.world.device, seed_of(self._seed, "step", micro.first, *self._spread.coordinates)
-            )
-            with accumulation(self.model, self.plan, last=index == len(micro_batches) - 1):
-                data = self._spread.cut_inputs(to_device(micro.data, self.world.device))
-                self._balance.count(micro.samples > 0)
+        for index, (data, counts) in enumerate(brought):
+            with accumulation(self.model, self.plan, last=index == count - 1):
                 output = output_of(self.objective, self.model, data)
                 self._check_output(output)
                 loss = self.objective.loss(output, data)
-                counts = 1.0 if micro.samples else 0.0  # a filler keeps ranks in step and adds nothing
                 self._backward(loss.sum * (self._factor * counts))
-                counts *= self._spread.counts
+                told = counts * self._spread.counts
                 losses.append(loss.sum.detach())
-                total += torch.stack((losses[-1] * counts, as_scalar(loss.weight, total) * counts))
+                total += torch.stack((losses[-1] * told, as_scalar(loss.weight, total) * told))
         return Pass(total[0], total[1], torch.stack(losses))
 
-    def _pipelined(self, pipeline: Pipeline, micro_batches: tuple[MicroBatch, ...]) -> Pass:
+    def _pipelined(self, pipeline: Pipeline, micro_batches: Sequence[MicroBatch]) -> Pass:
         """The same by a pipeline's schedule, in which each rank runs its stages of every micro-batch."""
-        data = [self._spread.cut_inputs(to_device(micro.data, self.world.device)) for micro in micro_batches]
+        brought = [self._bring(micro) for micro in micro_batches]
         sums = torch.zeros(len(micro_batches), 2, dtype=self._sum_type, device=self.world.device)
 
         def run(index: int, last: bool) -> Tensor:
-            self.on_micro_batch(index)
-            seed_device(
-                self.world.device,
-                seed_of(self._seed, "step", micro_batches[index].first, *self._spread.coordinates),
-            )
-            self._balance.count(micro_batches[index].samples > 0)
-            output = output_of(self.objective, self.model, data[index])
+            self._begin(index, micro_batches[index])
+            data, counts = brought[index]
+            output = output_of(self.objective, self.model, data)
             if not last:
                 return output
-            loss = self.objective.loss(output, data[index])
-            counts = 1.0 if micro_batches[index].samples else 0.0
+            loss = self.objective.loss(output, data)
             told = counts * self._spread.counts
             sums[index] = torch.stack((loss.sum.detach() * told, as_scalar(loss.weight, sums) * told))
             return self._scaled(loss.sum * (self._factor * counts)).expand(1).clone()
@@ -367,4 +380,6 @@ def to_device(data: Any, device: torch.device) -> Any:
 
 def as_scalar(weight: Tensor | float, like: Tensor) -> Tensor:
     """A weight as a scalar tensor beside `like`."""
-    return torch.as_tensor(weight, dtype=like.dtype).to(like.device)
+    if isinstance(weight, Tensor):
+        return weight.to(like)
+    return torch.full((), weight, dtype=like.dtype, device=like.device)  # a copy would wait for the device

@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.cluster import DEVICES, GIB, Cluster, Device
 from shoal.observe import host
+from shoal.observe.calls import CallFile
 from shoal.plan import AXES, Plan
 from shoal.simulated import is_simulated
 from shoal.world.environments import Place, PlaceError, detect
@@ -45,8 +47,13 @@ class World:
     backend: str
     deadline: timedelta
     _meeting: Meeting = field(repr=False)
+    calls: CallFile | None = field(default=None, repr=False)
+    """where collectives of this rank are noted, if they are"""
+    compares_calls: bool = field(default=False, repr=False)
+    """ranks tell each other what they are about to call"""
     _meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict, repr=False)
     _open: bool = field(default=True, repr=False)
+    _at_close: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -139,11 +146,18 @@ class World:
         """The text that rank `src` gave, on every rank."""
         return self._meeting.tell(text, src)
 
+    def at_close(self, do: Callable[[], None]) -> None:
+        """Have something done when this world is left, before its groups end."""
+        self._at_close.append(do)
+
     def close(self, wait: bool = True) -> None:
         """Leave the world; a second call does nothing. `wait=False` after a failure: others may not come."""
         if not self._open:
             return
         self._open = False
+        for do in self._at_close:
+            do()
+        self._at_close.clear()
         self._meshes.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
