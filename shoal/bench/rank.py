@@ -87,7 +87,7 @@ class Course:
         began = time.time()
         for _ in range(steps):
             batch = self.next_batch()
-            self._unread.append(self._training.step(batch))
+            self._unread.append(self._training.step(batch, ahead=True))
             self._pauses.after_step(batch.step + 1)
             self._read(leave=self._ahead)
         self._read(leave=0)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -21,16 +22,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from shoal.parallel.exchange import Exchange, gather_many
 from shoal.parallel.gather8 import narrow_weight_of
-from shoal.parallel.shard import parameter_groups
+from shoal.parallel.shard import parameter_groups, parameters_of
 from shoal.parallel.sums import cast_into
 from shoal.world import World
 
 
-def send_directly(roots: Iterable[nn.Module], world: World) -> None:
-    """Let the sharded modules in `roots` send without copies, in place. Collective.
+def send_directly(roots: Iterable[nn.Module], world: World) -> list[Exchange]:
+    """Let the sharded modules in `roots` send without copies, in place; returns what sends gradients. Collective.
 
     A unit that has a parameter cut along a later dim than the first is gathered as `fully_shard` does it.
     """
+    sending: list[Exchange] = []
     hosts: dict[dist.ProcessGroup, bool] = {}
     found = [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
     for module in dict.fromkeys(found):  # in one order on all ranks
@@ -42,10 +44,23 @@ def send_directly(roots: Iterable[nn.Module], world: World) -> None:
                 hosts[ranks] = world.is_one_host(ranks)
             of_masters_type = group.mp_policy.param_dtype in (None, group.mp_policy.reduce_dtype)
             if hosts[ranks] or of_masters_type:
-                exchange: Any = Exchange(ranks.size())
-                module.set_custom_reduce_scatter(exchange)
+                sending.append(Exchange(ranks.size(), partial(parameters_of, group)))
+                module.set_custom_reduce_scatter(cast(Any, sending[-1]))
             if all(parameter.fsdp_placement.dim == 0 for parameter in group.fsdp_params):
                 Gather(group)
+    return sending
+
+
+def gathered_first(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that are gathered before a forward of `model` begins; the others when their unit comes."""
+    groups = parameter_groups(model) if isinstance(model, FSDPModule) else ()
+    return {parameter for group in groups for parameter in parameters_of(group)}
+
+
+def gather_ahead(model: nn.Module) -> None:
+    """Begin to gather what a forward of `model` needs first, as it is now; `reshard` gives it up."""
+    for group in parameter_groups(model) if isinstance(model, FSDPModule) else ():
+        group._prefetch_unshard(group, "forward")  # as torch gathers one unit while another runs
 
 
 def _is_known(backend: str, device: torch.device) -> bool:

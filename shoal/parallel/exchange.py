@@ -11,15 +11,15 @@ Sources: torch's FSDP2 (`foreach_reduce`, torch/distributed/fsdp/_fully_shard/_f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from shoal.parallel.sums import sum_parts
+from shoal.parallel.sums import blocks_of, sum_parts
 
 
 class Elsewhere(Tensor):
@@ -71,10 +71,12 @@ class Exchange:
 
     Args:
         ranks: over which parameters are cut.
+        parameters: gives those whose gradients it sends.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
+        self._ranks, self.parameters = ranks, parameters
+        self._squares: list[Tensor | None] = []
         self._asked = 0  # elements of an input whose output has not been asked for
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -101,8 +103,14 @@ class Exchange:
         parts = output_tensor.split([gradient.numel() // self._ranks for gradient in whole])
         if whole[0].dtype == output_tensor.dtype:
             _scatter_many(parts, whole, group)
+            self._squares.append(None)
         else:
-            _exchange(parts, whole, group)
+            self._squares.append(_exchange(parts, whole, group))
+
+    def take_squares(self) -> Tensor | None:
+        """The sum of squares of what was received since the last time, if that was one exchange, and found on the way."""
+        found, self._squares = self._squares, []
+        return found[0] if len(found) == 1 else None
 
 
 def _even(gradient: Tensor, ranks: int) -> Tensor:
@@ -115,16 +123,19 @@ def _even(gradient: Tensor, ranks: int) -> Tensor:
     return padded.view(-1)
 
 
-def _exchange(parts: Sequence[Tensor], gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Each of `parts` becomes the sum of all ranks' gradients there."""
+def _exchange(parts: Sequence[Tensor], gradients: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
+    """Each of `parts` becomes the sum of all ranks' gradients there; returns the sum of their squares."""
     ranks, rank = group.size(), group.rank()
     rest = [
         gradient.new_empty((ranks - 1) * part.numel())
         for part, gradient in zip(parts, gradients, strict=True)
     ]
     exchange_many(rest, gradients, group)
-    for part, others, gradient in zip(parts, rest, gradients, strict=True):
-        sum_parts(gradient.narrow(0, rank * part.numel(), part.numel()), others, part)
+    counts = [blocks_of(part.numel()) for part in parts]
+    squares = torch.empty(sum(counts), dtype=torch.float32, device=parts[0].device)
+    for part, others, gradient, own in zip(parts, rest, gradients, squares.split(counts), strict=True):
+        sum_parts(gradient.narrow(0, rank * part.numel(), part.numel()), others, part, own)
+    return squares.sum()
 
 
 def gather_many(outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> None:

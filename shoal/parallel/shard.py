@@ -115,6 +115,12 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
     return [group for group in groups if group]
 
 
+def parameters_of(group: Any) -> list[nn.Parameter]:
+    """Of torch's FSDPParamGroup, as the model has them now."""
+    owners = [parameter._module_info for parameter in group.fsdp_params]
+    return [getattr(owner.module, owner.param_name) for owner in owners]
+
+
 def masters_device(plan: Plan, device: torch.device) -> torch.device:
     """Where masters and gradients are between uses."""
     return torch.device("cpu") if "parameters" in plan.offload else device
@@ -170,6 +176,9 @@ def reshard(model: nn.Module) -> None:
     """
     for module in (*model.modules(), *model.__dict__.get("_shoal_roots", ())):
         if isinstance(module, FSDPModule):
+            for group in parameter_groups(module):
+                if group._all_gather_result is not None:  # for a forward that did not come
+                    group.finalize_backward()
             module.reshard()
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and parameter.device.type != parameter.device_mesh.device_type:

@@ -11,6 +11,7 @@ from torch import nn
 
 from shoal.layout import Layout
 from shoal.parallel.context import apply_context, cut_batch
+from shoal.parallel.exchange import Exchange
 from shoal.parallel.expert import apply_expert, require_experts
 from shoal.parallel.layout import layout_of, modules_named
 from shoal.parallel.pipeline import Pipeline, apply_pipeline
@@ -40,6 +41,8 @@ class Spread(NamedTuple):
     """groups over which, one after the other, counts of tokens are summed; none: the whole world"""
     experts: tuple[nn.Module, ...] = ()
     """modules whose parameters are on the expert mesh"""
+    exchanges: tuple[Exchange, ...] = ()
+    """what sends gradients of sharded units"""
 
     @property
     def roots(self) -> tuple[nn.Module, ...]:

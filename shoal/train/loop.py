@@ -105,10 +105,11 @@ def train_steps(training: Training, done: int, stop: StopFlag, pauses: Pauses) -
 
     status.enter("data", done)
     for batch in _batches(training, done, steps):
-        unread.append(training.step(batch, stop=stop.requested, before_update=read))
         done = batch.step + 1
-        pauses.after_step(done)
         due_eval, due_save, due_copy = (_is_due(every, done, steps) for every in _periods(training.settings))
+        follows = done < steps and not (due_eval or due_save or due_copy)
+        unread.append(training.step(batch, stop=stop.requested, before_update=read, ahead=follows))
+        pauses.after_step(done)
         # no state may be kept before it is known whether its last loss was a spike
         overlaps = training.saves is not None and training.saves.overlaps and training.spikes is None
         in_line = due_save and not overlaps

@@ -7,7 +7,7 @@ spares the dispatch of a DTensor operation for each parameter.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class LocalOptimizer:
     Args:
         offload: what is in host memory between steps, of "parameters" and "optimizer".
         device: where updates are computed; left out, where the parameters are.
+        first: those that are updated before the others.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class LocalOptimizer:
         *,
         offload: Collection[str] = (),
         device: torch.device | None = None,
+        first: Collection[nn.Parameter] = (),
     ) -> None:
         self.settings = settings
         self.parameters = {name: p for name, p in core(model).named_parameters() if p.requires_grad}
@@ -68,7 +70,7 @@ class LocalOptimizer:
                 bring_all=masters and (device is None or device.type == "cpu"),
             )
             if moments or masters
-            else AtOnce(settings, self.parameters, self._locals)
+            else AtOnce(settings, self.parameters, self._locals, first)
         )
 
     @torch.no_grad()
@@ -117,9 +119,23 @@ class LocalOptimizer:
         }
 
     @torch.no_grad()
-    def step(self, lr: float, divide_by: Tensor, skip: Tensor) -> None:
-        """Update with gradients divided by `divide_by`, or do nothing where `skip` is 1; no wait for the device."""
-        self._update.step(lr, divide_by, skip)
+    def step(
+        self,
+        lr: float,
+        divide_by: Tensor,
+        skip: Tensor,
+        *,
+        after_first: Callable[[], None] | None = None,
+    ) -> None:
+        """Update with gradients divided by `divide_by`, or do nothing where `skip` is 1; no wait for the device.
+
+        Args:
+            after_first: called when all updates of `first` are on their way to the device.
+        """
+        if isinstance(self._update, AtOnce):
+            self._update.step(lr, divide_by, skip, after_first)
+        else:
+            self._update.step(lr, divide_by, skip)
         for part in self._locals.values():
             part.grad = None
 
@@ -151,23 +167,41 @@ class AtOnce:
     """One torch optimizer over parts that are all on the device, with its state."""
 
     def __init__(
-        self, settings: Optimizer, parameters: Mapping[str, nn.Parameter], parts: Mapping[str, nn.Parameter]
+        self,
+        settings: Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        parts: Mapping[str, nn.Parameter],
+        first: Collection[nn.Parameter] = (),
     ) -> None:
         self._settings, self._parts = settings, parts
-        self._torch, self._tables = make(settings, parameters, parts), Tables()
+        early = [name for name, parameter in parameters.items() if parameter in first]
+        late = [name for name in parameters if name not in early]
+        # one torch optimizer for those that come first and one for the others, each with its kernel's tables
+        self._updates = [
+            (make(settings, parameters, {name: parts[name] for name in names}), Tables())
+            for names in (early, late)
+            if names
+        ]
+        self._early = bool(early)
+        self._of = {name: self._updates[-1 if name in late else 0][0] for name in parts}
         if settings.name == "sgd":
             # fused SGD takes its momentum from uninitialised memory if its very first step is one that is skipped
             for name in parts:
                 self.state_of(name)
 
-    def step(self, lr: float, divide_by: Tensor, skip: Tensor) -> None:
+    def step(
+        self, lr: float, divide_by: Tensor, skip: Tensor, after_first: Callable[[], None] | None = None
+    ) -> None:
         """As `fused.update`, of the gradients that parts have."""
-        update(self._torch, lr, divide_by, skip, self._tables)
+        for number, (optimizer, tables) in enumerate(self._updates):
+            update(optimizer, lr, divide_by, skip, tables)
+            if number == 0 and self._early and after_first is not None:
+                after_first()
 
     def state_of(self, name: str) -> dict[str, Tensor]:
         """The state of a part, in place."""
         part = self._parts[name]
-        state = self._torch.state[part]
+        state = self._of[name].state[part]
         if not state:
             for kind in kinds(self._settings):
                 state[kind] = torch.zeros_like(part)
@@ -177,7 +211,7 @@ class AtOnce:
 
     def held(self) -> list[Tensor]:
         """State tensors that are there."""
-        states = self._torch.state.values()
+        states = [state for optimizer, _ in self._updates for state in optimizer.state.values()]
         return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 

@@ -30,6 +30,8 @@ class Pass(NamedTuple):
     weight: Tensor
     losses: Tensor
     """(micro-batches,) sums of losses of each, where this rank computes it"""
+    squares: tuple[Tensor | None, ...] = ()
+    """for each exchange of gradients the sum of their squares, where it was found on the way"""
 
 
 class Brought(NamedTuple):
@@ -122,7 +124,7 @@ class Recorded:
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         # the next replay writes over them, and they may not have been read by then
-        return Pass(*(value.clone() for value in self._found))
+        return tree_map_only(Tensor, torch.clone, self._found)
 
     def _require_no_draws(self) -> None:
         """Each micro-batch seeds the generator anew, whose offset then tells whether anything was drawn.

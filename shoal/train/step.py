@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.data.cut import MicroBatch, StepBatch
 from shoal.job import Optimizer, Precision
 from shoal.parallel.apply import accumulation
 from shoal.parallel.balance import Balance
+from shoal.parallel.direct import gather_ahead, gathered_first
 from shoal.parallel.initialise import seed_of
 from shoal.parallel.pipeline import Pipeline
 from shoal.parallel.precision import types_of
@@ -39,6 +40,7 @@ from shoal.train.optimizer import LocalOptimizer
 from shoal.train.recorded import Brought, Pass, Recorded
 from shoal.train.scale import LossScale
 from shoal.train.schedule import learning_rate
+from shoal.train.squares import Squares
 from shoal.world import World
 
 
@@ -149,8 +151,11 @@ class Step:
                 f"schedule = {optimizer.schedule!r} ends with the last step: give Step(..., total_steps=...)"
             )
         self.model, self.objective, self.plan, self.world = model, objective, plan, world
-        self.optimizer = LocalOptimizer(model, optimizer, offload=plan.offload, device=world.device)
         self._spread = spread_of(model)
+        self._first = gathered_first(model) if plan.world_size == plan.cut and not plan.offload else set()
+        self.optimizer = LocalOptimizer(
+            model, optimizer, offload=plan.offload, device=world.device, first=self._first
+        )
         self._balance = Balance(model, self._spread.token_groups)
         self._total_steps, self._seed, self._on_phase = total_steps or 1, seed, on_phase
         self._sum_type = types_of(precision).master
@@ -159,7 +164,7 @@ class Step:
         # exact in binary, so that it costs no rounding
         self._factor = 2.0 ** -round(math.log2(max(usual_weight, 1.0)))
         self._averaged = plan.replicate if isinstance(model, DistributedDataParallel) else 1
-        self._copies = [self._copies_of(*named) for named in self.optimizer.parameters.items()]
+        self._squares = Squares(self.optimizer.parameters, plan, world, self._spread, self._sum_type)
         self._bound = False
         self._recorded = (
             Recorded(
@@ -183,6 +188,7 @@ class Step:
         *,
         stop: bool = False,
         before_update: Callable[[], None] = lambda: None,
+        ahead: bool = False,
     ) -> StepResult:
         """Train on this rank's part of a global batch. Collective.
 
@@ -190,15 +196,17 @@ class Step:
             stop: ask all ranks to stop after this step; `result.numbers.stop` is then true on all.
             before_update: called when all but the update is on its way to the device: the place to read numbers of the step
                 before, which may have been skipped, while the weights are still those that it left.
+            ahead: another step follows, and nothing writes weights until then: what it needs first is gathered already while
+                the rest is updated.
         """
         self._on_phase("forward", batch.step)
         found = (self._recorded or self.forward_backward)(batch.micro_batches)
         self._on_phase("reduce", batch.step)
-        sums = self._reduce(found.loss, found.weight, stop)
+        sums = self._reduce(found, stop)
         before_update()
         self._on_phase("update", batch.step)
         lr = learning_rate(self.optimizer.settings, batch.step, self._total_steps)
-        values = self._update(sums, lr)
+        values = self._update(sums, lr, ahead)
         return StepResult(batch, lr, values, found.losses)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Pass:
@@ -247,7 +255,7 @@ class Step:
                 told = counts * self._spread.counts
                 losses.append(loss.sum.detach())
                 total += torch.stack((losses[-1] * told, as_scalar(loss.weight, total) * told))
-        return Pass(total[0], total[1], torch.stack(losses))
+        return Pass(total[0], total[1], torch.stack(losses), self._squares.found_on_the_way())
 
     def _pipelined(self, pipeline: Pipeline, micro_batches: Sequence[MicroBatch]) -> Pass:
         """The same by a pipeline's schedule, in which each rank runs its stages of every micro-batch."""
@@ -285,7 +293,7 @@ class Step:
         return loss if self._loss_scale is None else loss.float() * self._loss_scale.value
 
     @torch.no_grad()
-    def _reduce(self, loss: Tensor, weight: Tensor, stop: bool) -> Tensor:
+    def _reduce(self, found: Pass, stop: bool) -> Tensor:
         """(sum of losses, weight, sum of squared gradients, ranks that ask to stop) over all ranks, in one message."""
         if not self._bound:
             self.optimizer.rebind()
@@ -295,15 +303,15 @@ class Step:
         gradients = self.optimizer.take_gradients()
         if self._spread.pipeline is not None:
             self._spread.pipeline.sum_tied_gradients(gradients)
-        squares = self._sum_of_squares(list(gradients.values()))
-        sums = torch.stack((loss, weight, squares, torch.full_like(loss, float(stop))))
+        squares = self._squares(gradients, found.squares)
+        sums = torch.stack((found.loss, found.weight, squares, torch.full_like(found.loss, float(stop))))
         if self.world.size > 1:
             dist.all_reduce(sums)
         self._balance.sum_loads()
         return sums
 
     @torch.no_grad()
-    def _update(self, sums: Tensor, lr: float) -> Tensor:
+    def _update(self, sums: Tensor, lr: float, ahead: bool) -> Tensor:
         """Apply the gradients, or leave the step out; returns the values of `Numbers`."""
         loss, weight, squares, stopping = sums.unbind()
         scale = self._loss_scale.value if self._loss_scale is not None else 1.0
@@ -312,7 +320,8 @@ class Step:
             self._on_gradients(self.optimizer.gradients(), divisor)
         norm = squares.sqrt() / divisor
         skip = ~(norm.isfinite() & (weight > 0))
-        self.optimizer.step(lr, divisor / self._clip(norm), skip)
+        gather = partial(gather_ahead, self.model) if ahead and self._first else None
+        self.optimizer.step(lr, divisor / self._clip(norm), skip, after_first=gather)
         self._balance.rebalance(skip)
         if self._loss_scale is not None:
             self._loss_scale.update(~norm.isfinite())
@@ -321,27 +330,6 @@ class Step:
     def _clip(self, norm: Tensor) -> Tensor:
         most = self.optimizer.settings.clip
         return (most / (norm + 1e-6)).clamp(max=1.0) if most > 0 else torch.ones_like(norm)
-
-    def _sum_of_squares(self, gradients: list[Tensor]) -> Tensor:
-        """This rank's share: every element of every gradient is counted once over all ranks."""
-        total = torch.zeros((), dtype=self._sum_type, device=self.world.device)
-        for copies in sorted(set(self._copies)):
-            parts = [part for part, held in zip(gradients, self._copies, strict=True) if held == copies]
-            total += sum_of_squares(parts, self.world.device).to(total.dtype) / copies
-        return total
-
-    def _copies_of(self, name: str, parameter: Tensor) -> int:
-        """On how many ranks each element of a parameter is."""
-        pipeline = self._spread.pipeline
-        on = self.world.size // self.plan.pipeline
-        if pipeline is not None and name in {tie.name for tie in pipeline.ties}:
-            on *= 2
-        if not isinstance(parameter, DTensor):
-            return on
-        mesh, cut = parameter.device_mesh, 1
-        for axis, placement in enumerate(parameter.placements):
-            cut *= 1 if placement.is_replicate() else mesh.size(axis)
-        return on // cut
 
     def state(self) -> dict[str, Tensor]:
         """Everything beside the weights that the next step depends on, by name; tensors are updated in place."""
@@ -357,20 +345,6 @@ def seed_device(device: torch.device, seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
-
-
-def sum_of_squares(parts: list[Tensor], device: torch.device) -> Tensor:
-    """Over all elements of all tensors, computed on `device`, wherever they are.
-
-    On a CPU row by row and then in fp64: one long fp32 sum, as a whole tensor's norm is there, is off by 1e-6.
-    """
-    if device.type == "cuda" and all(part.is_cuda for part in parts):
-        return nn.utils.get_total_norm(parts).square()
-    if device.type == "cuda":  # by the same kernels, one at a time: together they may not fit
-        norms = [torch._foreach_norm([part.to(device, non_blocking=True)])[0] for part in parts]
-        return torch.linalg.vector_norm(torch.stack(norms)).square()
-    rows = [torch.linalg.vector_norm(part, dim=-1).reshape(-1) for part in parts]
-    return torch.cat(rows).double().square_().sum()
 
 
 def to_device(data: Any, device: torch.device) -> Any:

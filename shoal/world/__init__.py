@@ -358,6 +358,9 @@ def _init_process_group(
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
+        # memory of expandable segments is not what NCCL takes it for when it registers what a CUDA graph sends
+        # (pytorch/pytorch#158029): ranks hang
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     dist.init_process_group(
         backends,
         store=dist.PrefixStore("group", store),

@@ -75,6 +75,8 @@ def run_plan(
     optimizer: Optimizer = OPTIMIZER,
     steps: int = STEPS,
     dims: LlamaDims = DIMS,
+    *,
+    ahead: bool = False,
 ) -> Record:
     """Train the toy job under a plan."""
     model = parallelize(partial(build, dims), plan, world, precision=precision, seed=7)
@@ -89,7 +91,10 @@ def run_plan(
         total_steps=steps,
         usual_weight=BATCH * LENGTH / 2,
     )
-    results = [step(part_of(global_batch(index), index, plan, world.rank)) for index in range(steps)]
+    results = [
+        step(part_of(global_batch(index), index, plan, world.rank), ahead=ahead and index < steps - 1)
+        for index in range(steps)
+    ]
     return Record(
         initial,
         [result.loss for result in results],

@@ -17,7 +17,7 @@ from shoal.parallel import context, tensor
 from shoal.parallel.context import Sequence
 from shoal.train.objective import Loss, NextToken
 from shoal.train.optimizer import LocalOptimizer
-from shoal.train.step import Step
+from shoal.train.squares import Squares
 from shoal.verify.record import Record, record
 from shoal.world import World
 
@@ -51,9 +51,9 @@ def wrong_weight() -> Iterator[None]:
 @contextmanager
 def norm_counted_twice() -> Iterator[None]:
     """A parameter that is on two ranks is counted on both."""
-    real = Step._copies_of
+    real = Squares._copies_of
     with patch.object(
-        Step, "_copies_of", lambda self, name, parameter: max(1, real(self, name, parameter) // 2)
+        Squares, "_copies_of", lambda self, name, parameter: max(1, real(self, name, parameter) // 2)
     ):
         yield
 
