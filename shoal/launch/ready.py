@@ -29,7 +29,7 @@ from shoal.parallel.initialise import build_on_meta
 from shoal.parallel.spread import require_layout, require_sizes
 from shoal.plan import Plan, effective
 from shoal.planner.auto import searched_plan, why_not_searched
-from shoal.planner.choose import Workload, choose_plan, require_even, with_compile
+from shoal.planner.choose import Workload, choose_plan, require_even, with_graphs
 from shoal.resilience.faults import drawn, parse_faults, require_possible
 from shoal.resilience.replicas import require_copies
 from shoal.run import Run
@@ -92,7 +92,7 @@ def _searched(settings: Settings, cluster: Cluster, tell: Callable[[str], None] 
     if found.plan is None:
         tell(f"the plan is chosen by rules (docs/plan.md), since none was found by simulation: {found.why}")
         return None
-    plan = with_compile(found.plan, workload(settings), cluster)
+    plan = with_graphs(found.plan, workload(settings), cluster)
     tell(f"plan: {plan.describe()}, {found.why}")
     return plan
 
@@ -195,7 +195,10 @@ def complete_plan(settings: Settings, cluster: Cluster) -> Plan:
     """
     said = settings.plan
     if said is not None and said.says_degrees:
-        return with_compile(said, workload(settings), cluster) if said.only_copies else said
+        known = (
+            settings.model.family in FAMILIES
+        )  # of others nothing is known, and to count parameters takes time
+        return with_graphs(said, workload(settings), cluster) if known else said
     chosen = choose_plan(
         settings.train,
         workload(settings),
@@ -250,6 +253,11 @@ def which_cluster(settings: Settings, ranks: int | None = None) -> Cluster:
         return here
     if here.device.type == "cuda" and wanted > here.num_devices and ranks is None:
         return here  # the check names the degrees that fit
+    per_node = here.num_devices
+    if here.device.type == "cuda" and 1 < per_node < wanted and wanted % per_node == 0:
+        return here.model_copy(
+            update={"nodes": wanted // per_node}
+        )  # started by a launcher, on nodes like this one
     return here.model_copy(update={"devices_per_node": wanted})
 
 
@@ -298,7 +306,7 @@ def workload(settings: Settings) -> Workload:
     vocab = vocab_of(settings)
     if settings.model.family == "llama":
         dims = resolve(settings.model, vocab)
-        return Workload(num_parameters(dims), _llama_activations(dims, settings.job), one_graph=True)
+        return Workload(num_parameters(dims), _llama_activations(dims, settings.job), steady=True)
     if settings.model.family == "moe":
         moe = resolve_moe(settings.model, vocab)
         return Workload(num_moe_parameters(moe), _moe_activations(moe, settings.job))

@@ -63,6 +63,10 @@ class Calls(NamedTuple):
     calls: list[Call]
 
 
+Noted = tuple[Group, str, str]
+"""A call as `CallFile.add` takes it"""
+
+
 class CallFile:
     """The writer's side, one a rank.
 
@@ -79,7 +83,7 @@ class CallFile:
         self._groups: dict[str, list[int]] = {}  # (index, calls, sum)
         self._place = 0
         self._lock = threading.Lock()  # autograd has threads of its own on GPUs
-        self._kept: list[tuple[Group, str, str]] | None = None
+        self._kept: list[Noted] | None = None
         _HEAD.pack_into(self._memory, 0, MAGIC, 0)
 
     def add(self, group: Group, text: str, line: str) -> Call:
@@ -104,7 +108,7 @@ class CallFile:
             return Call(self._place, group.name, state[1], now, state[2], text, line)
 
     @contextmanager
-    def kept(self) -> Generator[list[tuple[Group, str, str]]]:
+    def kept(self) -> Generator[list[Noted]]:
         """The calls that are noted while it lasts, as `add` takes them."""
         self._kept = found = []
         try:

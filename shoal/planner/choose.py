@@ -1,21 +1,24 @@
 """The plan that is taken when none is said: the fastest that surely fits, by measured rules.
 
-Small models are copied, and on GPUs compiled as one graph, since a step of theirs waits for the host: at 433M parameters on
-2 H200s that ran 83,200 tokens/s/GPU, compiled by blocks 56,700 (benchmarks/results/against_433m_2xh200.json). Larger ones are cut
-over the GPUs of a node, so that each updates only its part: at 1.24B parameters on 4 H100s ZeRO-2 ran 58,600 tokens/s/GPU where
-copies ran 51,200 (benchmarks/results/step_1b_4xh100.md). Parameters are cut too (ZeRO-3) when they do not fit otherwise. Between
-nodes, whose links are slow, copies are kept.
+Models are cut over the GPUs of a node, so that each updates only its part: at 1.24B parameters on 4 H100s ZeRO-2 ran 58,600
+tokens/s/GPU where copies ran 51,200 (benchmarks/results/step_1b_4xh100.md). Parameters are cut too (ZeRO-3) when they do not fit
+otherwise. Between nodes, whose links are slow, copies are kept.
+
+A step of a small model waits for the host, which launches thousands of kernels. Where the model is known to do the same in every
+step, it is recorded: at 433M parameters on 2 H200s that runs 131,800 tokens/s/GPU (benchmarks/results/recorded_2xh200.json).
+Small models that are not known so, or on several nodes, are copied, and the known ones compiled as one graph.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shoal.cluster import GIB, Cluster
 from shoal.job import NARROW, Train
 from shoal.plan import Plan
 
-SMALL = 500e6  # parameters; below, a step's many small collectives cost more than the update of the whole
+SMALL = 500e6  # parameters; below, many small collectives that the host launches cost more than the update of the whole
+RECORDED = 2e9  # parameters; above, the host is ahead of any GPU (1.24B gains in float8, in bf16 nothing)
 STATE_SHARE = 0.45  # of a device's memory; the rest is for activations and the allocator
 KEPT_SHARE = 0.76  # of what one sample is estimated to leave for backward: so much `shoal plan` has of 8B, 8,192 tokens, compiled
 ROOMY_SHARE = 0.9  # of memory, for what is held and kept; the rest is for the allocator
@@ -28,8 +31,8 @@ class Workload(NamedTuple):
     parameters: int
     activation_bytes_per_sample: int
     """what one sample leaves for backward; 0 where it is not known"""
-    one_graph: bool = False
-    """the model is known to compile as one graph"""
+    steady: bool = False
+    """the model is known to do the same in every step: it compiles as one graph, and can be recorded"""
 
 
 def choose_plan(
@@ -57,18 +60,39 @@ def choose_plan(
     else:
         plan = _with_zero(zero, cluster)
     chosen = micro_batch or _micro_batch(train, work, cluster)
-    return with_compile(plan.model_copy(update={"micro_batch": chosen}), work, cluster)
+    return with_graphs(plan.model_copy(update={"micro_batch": chosen}), work, cluster)
 
 
-def with_compile(plan: Plan, work: Workload, cluster: Cluster) -> Plan:
-    """The plan with `compile = "model"` where nothing is said of it, the plan allows it, and steps would wait for the host."""
-    waits = cluster.device.type == "cuda" and work.one_graph and work.parameters < SMALL
-    if plan.compile is not None or not waits or not plan.only_copies:
-        return plan
+def with_graphs(plan: Plan, work: Workload, cluster: Cluster) -> Plan:
+    """The plan with fewer launches, where nothing is said of them, the plan allows it, and steps would wait for the host.
+
+    They are recorded, or, as copies on several devices, compiled as one graph.
+    """
+    keys: dict[str, Any] = {}
+    if plan.cuda_graphs is None and _is_recorded(work, cluster) and plan.cut == plan.world_size:
+        keys = {"cuda_graphs": True}
+    elif (
+        plan.compile is None
+        and plan.only_copies
+        and not plan.cuda_graphs
+        and cluster.device.type == "cuda"
+        and work.steady
+        and work.parameters < SMALL
+    ):
+        keys = {"compile": "model"}
     try:
-        return Plan.model_validate(plan.model_dump() | {"compile": "model"})
-    except ValueError:  # something in the plan needs blocks
+        return Plan.model_validate(plan.model_dump() | keys) if keys else plan
+    except ValueError:  # something in the plan needs launches one by one
         return plan
+
+
+def _is_recorded(work: Workload, cluster: Cluster) -> bool:
+    return (
+        cluster.device.type == "cuda"
+        and cluster.nodes == 1
+        and work.steady
+        and 0 < work.parameters < RECORDED
+    )
 
 
 def require_even(train: Train, cluster: Cluster) -> None:
@@ -101,7 +125,8 @@ def _data_parallel(
     state = 4 * master * work.parameters  # a parameter, its gradient and AdamW's two moments
     gathered = (2 if train.precision in NARROW else master) * work.parameters  # in the compute type
     budget, per_node = STATE_SHARE * memory, cluster.devices_per_node
-    if state + gathered <= budget and (work.parameters < SMALL or cluster.num_devices == 1):
+    copied = work.parameters < SMALL and not _is_recorded(work, cluster)
+    if state + gathered <= budget and (copied or cluster.num_devices == 1):
         return Plan(replicate=cluster.num_devices)
     held = gathered + state / per_node
     activations = work.activation_bytes_per_sample * (micro_batch or 1)

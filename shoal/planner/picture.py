@@ -12,7 +12,7 @@ from shoal.check import check
 from shoal.cluster import Cluster
 from shoal.config import Settings
 from shoal.plan import Plan
-from shoal.planner.choose import Workload, with_compile
+from shoal.planner.choose import Workload, with_graphs
 from shoal.planner.memory import Category, Tensor
 from shoal.planner.pool import first_line, predict_all
 from shoal.planner.predict import Prediction, RankMemory
@@ -94,7 +94,7 @@ def choices_of(settings: Settings, cluster: Cluster, work: Workload, own: Plan |
         for part in clusters:
             try:
                 plan = plan_of(strategy, settings, part, micro_batch)
-                plan = with_compile(plan, work, part) if plan.only_copies else plan
+                plan = with_graphs(plan, work, part)
                 check(settings.job, plan, part)
                 choices.append(Choice(strategy.key, part, plan))
             except ValueError as error:

@@ -12,7 +12,7 @@ gradients; and a step whose norm is not finite is left out by all ranks alike, w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from shoal.tensors import map_tensors, tensors_in
 from shoal.train.kernels import attention_kernels
 from shoal.train.objective import Objective, output_of
 from shoal.train.optimizer import LocalOptimizer
-from shoal.train.recorded import Brought, Pass, Recorded
+from shoal.train.recorded import Brought, Pass, Recorded, Work, as_pass
 from shoal.train.scale import LossScale
 from shoal.train.schedule import learning_rate
 from shoal.train.squares import Squares
@@ -166,19 +166,7 @@ class Step:
         self._averaged = plan.replicate if isinstance(model, DistributedDataParallel) else 1
         self._squares = Squares(self.optimizer.parameters, plan, world, self._spread, self._sum_type)
         self._bound = False
-        self._recorded = (
-            Recorded(
-                self.forward_backward,
-                self._one_by_one,
-                self._compute,
-                self.optimizer.parameters.values(),
-                world,
-            )
-            if plan.cuda_graphs
-            and world.device.type == "cuda"
-            and not (is_simulated() or world.compares_calls)
-            else None
-        )
+        self._recorded = self._recording() if plan.cuda_graphs else None
         self.on_micro_batch: Callable[[int], None] = lambda index: None
         """told the number of each micro-batch before its forward"""
 
@@ -214,6 +202,13 @@ class Step:
         with attention_kernels(self.world.device):
             return self._forward_backward(micro_batches)
 
+    def _recording(self) -> Recorded | None:
+        """On GPUs; where ranks compare each call of a collective with the others, they make each."""
+        if self.world.device.type != "cuda" or is_simulated() or self.world.compares_calls:
+            return None
+        work = Work(self.forward_backward, self._one_by_one, self._compute, self._squares.found_on_the_way)
+        return Recorded(work, self.optimizer.parameters.values(), self.world)
+
     @property
     def loss_scale(self) -> LossScale | None:
         """What losses are multiplied by in fp16."""
@@ -224,7 +219,12 @@ class Step:
             self.model.train()
         if self._spread.pipeline is not None:
             return self._pipelined(self._spread.pipeline, micro_batches)
-        return self._compute(self._one_by_one(micro_batches), len(micro_batches))
+        last = len(micro_batches) - 1
+        shares = [
+            self._compute(brought, index == last)
+            for index, brought in enumerate(self._one_by_one(micro_batches))
+        ]
+        return as_pass(shares, self._squares.found_on_the_way())
 
     def _one_by_one(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Brought]:
         for index, micro in enumerate(micro_batches):
@@ -242,20 +242,16 @@ class Step:
         data = self._spread.cut_inputs(to_device(micro.data, self.world.device))
         return Brought(data, 1.0 if micro.samples else 0.0)
 
-    def _compute(self, brought: Iterable[Brought], count: int) -> Pass:
-        """What the device has to do for so many micro-batches."""
-        total = torch.zeros(2, dtype=self._sum_type, device=self.world.device)
-        losses: list[Tensor] = []
-        for index, (data, counts) in enumerate(brought):
-            with accumulation(self.model, self.plan, last=index == count - 1):
-                output = output_of(self.objective, self.model, data)
-                self._check_output(output)
-                loss = self.objective.loss(output, data)
-                self._backward(loss.sum * (self._factor * counts))
-                told = counts * self._spread.counts
-                losses.append(loss.sum.detach())
-                total += torch.stack((losses[-1] * told, as_scalar(loss.weight, total) * told))
-        return Pass(total[0], total[1], torch.stack(losses), self._squares.found_on_the_way())
+    def _compute(self, brought: Brought, last: bool) -> Tensor:
+        """What the device does for a micro-batch; as `as_pass` takes it."""
+        data, counts = brought
+        with accumulation(self.model, self.plan, last=last):
+            output = output_of(self.objective, self.model, data)
+            self._check_output(output)
+            loss = self.objective.loss(output, data)
+            self._backward(loss.sum * (self._factor * counts))
+        total, told = loss.sum.detach().to(self._sum_type), counts * self._spread.counts
+        return torch.stack((total, total * told, as_scalar(loss.weight, total) * told))
 
     def _pipelined(self, pipeline: Pipeline, micro_batches: Sequence[MicroBatch]) -> Pass:
         """The same by a pipeline's schedule, in which each rank runs its stages of every micro-batch."""

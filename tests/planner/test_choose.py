@@ -13,7 +13,7 @@ from shoal.check import check
 from shoal.cluster import DEVICES, GIB, Cluster
 from shoal.job import Job, Model, Train
 from shoal.plan import Plan
-from shoal.planner.choose import Workload, choose_plan, with_compile
+from shoal.planner.choose import Workload, choose_plan, with_graphs
 
 GPUS = [kind for kind, device in DEVICES.items() if device.type == "cuda"]
 
@@ -121,7 +121,7 @@ def test_the_simplest_that_fits_is_taken(cluster: str, parameters: float, expect
     ("cluster", "parameters", "keys", "expected"),
     [
         ("8 h100", 4e8, {"replicate": 8}, "model"),
-        ("1 h100", 4e8, {}, "model"),
+        ("1 h100", 4e8, {"cuda_graphs": False}, "model"),
         ("8 h100", 6e8, {"replicate": 8}, None),  # steps do not wait for the host
         ("8 cpu", 4e8, {"replicate": 8}, None),
         ("8 h100", 4e8, {"shard": 8}, None),  # something happens between blocks
@@ -133,12 +133,49 @@ def test_the_simplest_that_fits_is_taken(cluster: str, parameters: float, expect
 def test_steps_that_would_wait_for_the_host_are_one_graph_unless_compile_is_said(
     cluster: str, parameters: float, keys: dict[str, Any], expected: bool | str | None
 ) -> None:
-    work = Workload(int(parameters), 0, one_graph=True)
-    plan = with_compile(Plan.model_validate(keys), work, Cluster.parse(cluster))
+    work = Workload(int(parameters), 0, steady=True)
+    plan = with_graphs(Plan.model_validate(keys), work, Cluster.parse(cluster))
     assert plan.compile == expected
-    assert with_compile(
-        Plan.model_validate(keys), work._replace(one_graph=False), Cluster.parse(cluster)
-    ) == (Plan.model_validate(keys))
+    assert with_graphs(Plan.model_validate(keys), work._replace(steady=False), Cluster.parse(cluster)) == (
+        Plan.model_validate(keys)
+    )
+
+
+@pytest.mark.parametrize(
+    ("cluster", "parameters", "keys", "expected"),
+    [
+        ("1 h100", 1.2e9, {}, True),
+        ("8 h100", 4e8, {"shard": 8, "zero": 2}, True),
+        ("8 h100", 4e8, {"shard": 8, "zero": 3, "compile": False}, True),
+        ("8 h100", 4e8, {"shard": 8, "cuda_graphs": False}, False),
+        ("8 h100", 8e9, {"shard": 8}, None),  # the host is ahead of the device
+        ("8 h100", 4e8, {"replicate": 8}, None),
+        ("8 h100", 4e8, {"tensor": 8}, None),
+        ("2x8 h100", 4e8, {"shard": 16}, None),  # not measured
+        ("1 h100", 4e8, {"recompute": "full"}, None),
+        ("1 h100", 4e8, {"offload": ["optimizer"]}, None),
+        ("1 cpu", 4e8, {}, None),
+    ],
+)
+def test_steps_that_would_wait_for_the_host_are_recorded(
+    cluster: str, parameters: float, keys: dict[str, Any], expected: bool | None
+) -> None:
+    work = Workload(int(parameters), 0, steady=True)
+    assert with_graphs(Plan.model_validate(keys), work, Cluster.parse(cluster)).cuda_graphs == expected
+
+
+@pytest.mark.parametrize(
+    ("cluster", "expected"),
+    [
+        ("1 h100", "one device, CUDA graphs"),
+        ("8 h100", "shard 8 (ZeRO-2), CUDA graphs"),
+        ("2x8 h100", "replicate 16, compiled as a whole"),
+    ],
+)
+def test_small_models_that_can_be_recorded_are_cut_too(cluster: str, expected: str) -> None:
+    train = Train(global_batch=16, precision="bf16")
+    plan = choose_plan(train, Workload(433_000_000, 0, steady=True), Cluster.parse(cluster))
+    assert plan.model_copy(update={"micro_batch": None}).describe() == expected
 
 
 @pytest.mark.parametrize("cluster", ["1 h100", "8 h100", "4x8 h100"])
