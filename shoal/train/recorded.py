@@ -1,9 +1,6 @@
-"""Forward and backward of micro-batches, recorded once as CUDA graphs and launched as such: the host launches thousands less.
+"""Forward and backward of a step, recorded once as a CUDA graph and launched as one: the host launches thousands of kernels less.
 
 Only gradients are recorded. The reduction of their norm and the update depend on numbers of the host, and are launched as ever.
-
-[Note: three graphs] The first micro-batch of a step makes gradients, the others add to them, and after the last they are sent:
-three kinds of work, whatever the number of micro-batches. Graphs share memory, since they run one after the other.
 
 [Note: memory] What a recording holds, gradients too, has its place in a pool of its own, and keeps it between steps. What steps
 before it held is given back first, so that a rank reserves about as much as without.
@@ -25,6 +22,9 @@ from shoal.world import World
 
 STEPS_BEFORE = 2
 """that are launched as ever: they compile, choose kernels and lay out what is sharded"""
+
+MOST = 16
+"""micro-batches of a step that is recorded: a graph grows with them, and steps of many are launched as ever"""
 
 
 class Pass(NamedTuple):
@@ -60,11 +60,11 @@ class Work(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """The recorded work of one kind of micro-batch, its input and what it gives."""
+    """A recorded step, its input and what it gives."""
 
     graph: torch.cuda.CUDAGraph
-    input: Brought
-    share: Tensor
+    inputs: list[Brought]
+    found: Pass
     calls: list[Noted]
     """collectives in it"""
 
@@ -86,11 +86,10 @@ class Recorded:
 
     def __init__(self, work: Work, parameters: Iterable[nn.Parameter], world: World) -> None:
         self._work, self._parameters, self._world = work, list(parameters), world
-        self._form: Any = None
+        self._form: list[Any] = []
         self._seen = 0
-        self._graphs: list[Graph] = []
+        self._graph: Graph | None = None
         self._gradients: list[Tensor | None] = []
-        self._squares: tuple[Tensor | None, ...] = ()
         world.at_close(self.forget)
 
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> Pass:
@@ -99,64 +98,59 @@ class Recorded:
         Raises:
             RuntimeError: something in it cannot be recorded. ValueError: it draws random numbers.
         """
-        form = _form(micro_batches)
-        if not self._graphs and form != self._form:
+        form = [_form(micro) for micro in micro_batches]
+        if self._graph is None and form != self._form:
             self._form, self._seen = form, 0
-        if form is None or form != self._form or (not self._graphs and self._seen < STEPS_BEFORE):
+        waits = self._graph is None and self._seen < STEPS_BEFORE
+        if form != self._form or len(form) > MOST or waits:
             self._seen += 1
             found = self._work.run(micro_batches)
             self._require_no_draws()
             return found
-        shares: list[Tensor] = []
-        for index, brought in enumerate(self._work.bring(micro_batches)):
-            if not self._graphs:
-                self._record(brought, len(micro_batches))
-            graph = self._graphs[_kind(index, len(micro_batches))]
-            torch._foreach_copy_(_tensors(graph.input), _tensors(brought))
-            self._replay(graph)
-            shares.append(graph.share.clone())  # the next replay writes over it
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient
-        return as_pass(shares, tree_map_only(Tensor, torch.clone, self._squares))
+        brought = list(self._work.bring(micro_batches))
+        graph = self._graph or self._record(brought)
+        torch._foreach_copy_(_tensors(graph.inputs), _tensors(brought))
+        return self._replay(graph)
 
     def forget(self) -> None:
         """Give up what is recorded; NCCL does not end a group while a recording sends in it."""
-        self._graphs, self._gradients, self._squares, self._seen = [], [], (), 0
+        self._graph, self._gradients, self._seen = None, [], 0
 
-    def _replay(self, graph: Graph) -> None:
+    def _replay(self, graph: Graph) -> Pass:
         if self._world.calls is not None:
             for noted in graph.calls:
                 self._world.calls.add(*noted)
         graph.graph.replay()
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        # the next replay writes over them, and they may not have been read by then
+        return tree_map_only(Tensor, torch.clone, graph.found)
 
-    def _record(self, like: Brought, count: int) -> None:
+    def _record(self, brought: Sequence[Brought]) -> Graph:
         for parameter in self._parameters:
             parameter.grad = None
-        graphs: list[Graph] = []
-        kinds = sorted({_kind(index, count) for index in range(count)})
+        places = [Brought(tree_map_only(Tensor, torch.clone, data), counts) for data, counts in brought]
         try:
-            for kind in kinds:
-                pool = graphs[0].graph.pool() if graphs else None
-                graphs.append(self._recorded(like, pool, last=kind == kinds[-1]))
+            self._graph = self._recorded(places)
         except RuntimeError as error:
             raise RuntimeError(
                 f"plan.cuda_graphs: the forward and backward could not be recorded: {error}; what waits for the device "
                 "(.item(), .tolist(), nonzero, a copy out of the host's pageable memory) cannot be; leave plan.cuda_graphs out, "
                 "or set it to false"
             ) from error
-        self._graphs, self._squares = graphs, self._work.squares()
         self._gradients = [parameter.grad for parameter in self._parameters]
+        return self._graph
 
-    def _recorded(self, like: Brought, pool: Any, *, last: bool) -> Graph:
-        place = Brought(tree_map_only(Tensor, torch.clone, like.data), like.counts)
+    def _recorded(self, places: list[Brought]) -> Graph:
         graph, calls = torch.cuda.CUDAGraph(), self._world.calls
         # other threads of this process, NCCL's among them, may ask the device what they like meanwhile
         with (
             calls.kept() if calls is not None else nullcontext([]) as noted,
-            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, capture_error_mode="thread_local"),
         ):
-            share = self._work.compute(place, last)
-        return Graph(graph, place, share, noted)
+            shares = [self._work.compute(place, place is places[-1]) for place in places]
+            found = as_pass(shares, self._work.squares())
+        return Graph(graph, places, found, noted)
 
     def _require_no_draws(self) -> None:
         """Each micro-batch seeds the generator anew, whose offset then tells whether anything was drawn."""
@@ -168,27 +162,12 @@ class Recorded:
             )
 
 
-def _kind(index: int, count: int) -> int:
-    """Which of the graphs a micro-batch has: the first, those between, the last.
-
-    Example:
-        >>> [_kind(index, 4) for index in range(4)], [_kind(index, 2) for index in range(2)], _kind(0, 1)
-        ([0, 1, 1, 2], [0, 1], 0)
-    """
-    return min(index, 1) if index < count - 1 else min(count, 3) - 1
-
-
-def _form(micro_batches: Sequence[MicroBatch]) -> Any:
-    """All that must be equal for a recording to be of the same work; None, if micro-batches differ among themselves."""
-    forms = [_form_of(micro) for micro in micro_batches]
-    return (len(forms), forms[0]) if all(form == forms[0] for form in forms) else None
-
-
-def _form_of(micro: MicroBatch) -> tuple[Any, ...]:
+def _form(micro: MicroBatch) -> tuple[Any, ...]:
+    """All that must be equal for a recording to be of the same work."""
     leaves, tree = tree_flatten(micro.data)
     forms = ((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
     return (tree, micro.samples > 0, *forms)
 
 
-def _tensors(brought: Brought) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(brought.data)[0] if isinstance(leaf, Tensor)]
+def _tensors(brought: Sequence[Brought]) -> list[Tensor]:
+    return [leaf for data, _ in brought for leaf in tree_flatten(data)[0] if isinstance(leaf, Tensor)]

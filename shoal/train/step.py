@@ -199,8 +199,17 @@ class Step:
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Pass:
         """Gradients of the factored sum of losses, into the parameters. Collective."""
-        with attention_kernels(self.world.device):
-            return self._forward_backward(micro_batches)
+        if not self.model.training:
+            self.model.train()
+        if self._spread.pipeline is not None:
+            with attention_kernels(self.world.device):
+                return self._pipelined(self._spread.pipeline, micro_batches)
+        last = len(micro_batches) - 1
+        shares = [
+            self._compute(brought, index == last)
+            for index, brought in enumerate(self._one_by_one(micro_batches))
+        ]
+        return as_pass(shares, self._squares.found_on_the_way())
 
     def _recording(self) -> Recorded | None:
         """On GPUs; where ranks compare each call of a collective with the others, they make each."""
@@ -213,18 +222,6 @@ class Step:
     def loss_scale(self) -> LossScale | None:
         """What losses are multiplied by in fp16."""
         return self._loss_scale
-
-    def _forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Pass:
-        if not self.model.training:
-            self.model.train()
-        if self._spread.pipeline is not None:
-            return self._pipelined(self._spread.pipeline, micro_batches)
-        last = len(micro_batches) - 1
-        shares = [
-            self._compute(brought, index == last)
-            for index, brought in enumerate(self._one_by_one(micro_batches))
-        ]
-        return as_pass(shares, self._squares.found_on_the_way())
 
     def _one_by_one(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Brought]:
         for index, micro in enumerate(micro_batches):
@@ -245,7 +242,7 @@ class Step:
     def _compute(self, brought: Brought, last: bool) -> Tensor:
         """What the device does for a micro-batch; as `as_pass` takes it."""
         data, counts = brought
-        with accumulation(self.model, self.plan, last=last):
+        with attention_kernels(self.world.device), accumulation(self.model, self.plan, last=last):
             output = output_of(self.objective, self.model, data)
             self._check_output(output)
             loss = self.objective.loss(output, data)
@@ -316,7 +313,9 @@ class Step:
             self._on_gradients(self.optimizer.gradients(), divisor)
         norm = squares.sqrt() / divisor
         skip = ~(norm.isfinite() & (weight > 0))
-        gather = partial(gather_ahead, self.model) if ahead and self._first else None
+        # a recording can wait for nothing that was begun outside of it
+        gathers = ahead and self._first and self._recorded is None
+        gather = partial(gather_ahead, self.model) if gathers else None
         self.optimizer.step(lr, divisor / self._clip(norm), skip, after_first=gather)
         self._balance.rebalance(skip)
         if self._loss_scale is not None:

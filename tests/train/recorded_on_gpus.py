@@ -18,12 +18,14 @@ CASES: dict[int, list[tuple[Precision, dict[str, Any]]]] = {
     1: [
         ("fp32", {"compile": False}),
         ("bf16", {}),
+        ("bf16", {"micro_batch": 16}),
         ("bf16", {"compile": "model"}),
         ("fp16", {}),
         ("float8", {}),
     ],
     2: [
         ("bf16", {"shard": 2, "zero": 1}),
+        ("bf16", {"shard": 2, "zero": 2, "micro_batch": 8}),
         ("bf16", {"shard": 2, "zero": 2}),
         ("bf16", {"shard": 2, "zero": 3}),
         ("fp32", {"shard": 2, "zero": 2, "compile": False}),

@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import shoal.train.recorded as recorded
-from shoal.data.cut import MicroBatch, StepBatch
+from shoal.data.cut import MicroBatch
 from shoal.observe.calls import CallFile, Group
 from shoal.plan import Plan
-from shoal.train.recorded import STEPS_BEFORE, Brought, Graph, Pass, Recorded, Work, as_pass
+from shoal.train.recorded import MOST, STEPS_BEFORE, Brought, Graph, Pass, Recorded, Work, as_pass
 from shoal.train.step import Step
 from shoal.world import World, join_world
 from tests.ranks import run_ranks
@@ -26,31 +25,29 @@ from tests.train.toy import Record, run_plan
 class StandIn:
     """A CUDA graph for a CPU: a replay does the work, from and into the memory that was recorded."""
 
-    def __init__(self, owner: Recorded, place: Brought, share: Tensor, last: bool) -> None:
-        self._owner, self._place, self._share, self._last = owner, place, share, last
+    def __init__(self, owner: Recorded, places: list[Brought]) -> None:
+        self._owner, self._places = owner, places
+        self.found = self._work()
         self.replays = 0
 
-    def pool(self) -> None:
-        return None
+    def _work(self) -> Pass:
+        for parameter in self._owner._parameters:
+            parameter.grad = None
+        work, last = self._owner._work, self._places[-1]
+        return as_pass([work.compute(place, place is last) for place in self._places], work.squares())
 
     def replay(self) -> None:
-        owner = self._owner
         self.replays += 1
-        if self is owner._graphs[0].graph:
-            for parameter in owner._parameters:
-                parameter.grad = None
-        self._share.copy_(owner._work.compute(self._place, self._last))
-        if self._last:
-            for parameter, static in zip(owner._parameters, owner._gradients, strict=True):
-                assert static is not None and parameter.grad is not None
-                static.copy_(parameter.grad)
+        for static, new in zip(self.found[:3], self._work()[:3], strict=True):
+            static.copy_(new)
+        for parameter, static in zip(self._owner._parameters, self._owner._gradients, strict=True):
+            assert static is not None and parameter.grad is not None
+            static.copy_(parameter.grad)
 
 
-def stand_in(self: Recorded, like: Brought, _pool: Any, *, last: bool) -> Graph:
-    data = recorded.tree_map_only(Tensor, torch.clone, like.data)
-    place = Brought(data, like.counts)
-    share = self._work.compute(place, last).clone()
-    return Graph(StandIn(self, place, share, last), place, share, [])  # pyrefly: ignore[bad-argument-type]
+def stand_in(self: Recorded, places: list[Brought]) -> Graph:
+    graph = StandIn(self, places)
+    return Graph(graph, places, graph.found, [])  # pyrefly: ignore[bad-argument-type]
 
 
 def on_a_cpu(step: Step) -> Recorded:
@@ -111,8 +108,9 @@ class Told:
         return torch.tensor([2.0, 1.0, len(brought.data)])
 
     @property
-    def replays(self) -> list[int]:
-        return [graph.graph.replays for graph in self.recorded._graphs]  # pyrefly: ignore[missing-attribute]
+    def replays(self) -> int:
+        graph = self.recorded._graph
+        return graph.graph.replays if graph is not None else 0  # pyrefly: ignore[missing-attribute]
 
 
 def micro(*values: float, samples: int = 1) -> MicroBatch:
@@ -125,9 +123,7 @@ def world() -> Any:
         yield here
 
 
-def test_three_kinds_of_micro_batches_are_recorded_after_the_first_steps(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_recorded_after_the_first_ones(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told(world, monkeypatch)
     for step in range(STEPS_BEFORE + 2):
         batches = [micro(1.0 + step, index) for index in range(5)]
@@ -136,7 +132,7 @@ def test_three_kinds_of_micro_batches_are_recorded_after_the_first_steps(
         assert told.weight.grad is not None
         assert told.weight.grad.item() == 5 * (1 + step) + 10
     assert told.ran == [5] * STEPS_BEFORE
-    assert told.replays == [2, 6, 2]
+    assert told.replays == 2
 
 
 def test_a_batch_of_another_form_is_launched_and_the_recording_stays(
@@ -154,18 +150,18 @@ def test_a_batch_of_another_form_is_launched_and_the_recording_stays(
         told.recorded(other)
     told.recorded([micro(3.0, 4.0)])
     assert told.ran == [1] * STEPS_BEFORE + [1, 2, 1]
-    assert told.replays == [2]
+    assert told.replays == 2
     assert told.weight.grad is not None
     assert told.weight.grad.item() == 7
 
 
-def test_micro_batches_that_differ_among_themselves_are_never_recorded(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_of_many_micro_batches_are_launched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told(world, monkeypatch)
-    for _ in range(STEPS_BEFORE + 2):
-        told.recorded([micro(1.0), micro(1.0, 2.0)])
-    assert told.replays == []
+    for count in (MOST + 1, MOST):
+        for _ in range(STEPS_BEFORE + 2):
+            told.recorded([micro(1.0)] * count)
+    assert told.ran == [MOST + 1] * (STEPS_BEFORE + 2) + [MOST] * STEPS_BEFORE
+    assert told.replays == 2
 
 
 def test_a_recording_ends_before_the_groups_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,11 +169,11 @@ def test_a_recording_ends_before_the_groups_of_its_world(monkeypatch: pytest.Mon
         told = Told(here, monkeypatch)
         for _ in range(STEPS_BEFORE + 1):
             told.recorded([micro(1.0)])
-        assert told.replays == [1]
-        at_end: list[list[int]] = []
+        assert told.replays == 1
+        at_end: list[int] = []
         with patch("shoal.world.dist.destroy_process_group", lambda: at_end.append(told.replays)):
             here.close()
-        assert at_end == [[]]
+        assert at_end == [0]
     torch.distributed.destroy_process_group()
 
 
@@ -190,7 +186,7 @@ def test_collectives_of_a_recording_are_noted_at_each_replay(world: World) -> No
     world.calls = file
     graph: Any = SimpleNamespace(replay=lambda: None)
     owner = Recorded(Work(*[lambda *_: ()] * 4), [], world)  # pyrefly: ignore[bad-argument-type]
-    owner._replay(Graph(graph, Brought(None, 1.0), torch.zeros(3), kept))
+    owner._replay(Graph(graph, [], as_pass([torch.zeros(3)], ()), kept))
     assert [call.text.split()[0] for call in file.read().calls] == ["all_gather", "all_reduce", "all_gather"]
     assert [call.number for call in file.read().calls] == [1, 2, 3]
 
@@ -252,9 +248,3 @@ def test_recorded_bits_are_those_of_launched_steps_on_gpus(ranks: int) -> None:
     ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_a_step_batch_has_micro_batches() -> None:
-    """What `Recorded` is given is what `Step` is given."""
-    batch = StepBatch(0, (micro(1.0),))
-    assert recorded._form(batch.micro_batches) is not None
