@@ -37,6 +37,7 @@ HERE = Path(__file__).resolve().parent
 GIB = 1024**3
 KINDS = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}
 AXES = ("axes_4xh100", "axes_4xh200", "axes_2xh200", "float8_2xh200")
+RECORDED = "plan.compile=true plan.cuda_graphs=true"
 STEPS = {
     "against_8b_2xh200": "llama_8b plan.shard=2 plan.zero=2 train.global_batch=2",
     "against_1b_2xh200": "llama_1b plan.shard=2 plan.zero=2 train.global_batch=8",
@@ -50,6 +51,20 @@ STEPS = {
     "float8_tiles_1xh200": "llama_8b model.layers=8 plan.replicate=1 train.global_batch=1 plan.compile=true",
 }
 """the words that rows of `shoal bench step` begin with; a row's own follow its name"""
+PARTS = {
+    ("recorded_1xh200", "433m"): "llama_433m plan.replicate=1 train.global_batch=1 plan.compile=model",
+    ("recorded_1xh200", "1.24b"): "llama_1b plan.replicate=1 train.global_batch=4 plan.compile=true",
+    (
+        "recorded_1xh200",
+        "1.24b float8",
+    ): f"llama_1b plan.replicate=1 train.global_batch=4 train.precision=float8 {RECORDED}",
+    ("recorded_1xh200", "150m"): f"llama_150m plan.replicate=1 train.global_batch=4 {RECORDED}",
+    ("recorded_2xh200", "433m alone"): f"llama_433m plan.shard=2 plan.zero=2 train.global_batch=2 {RECORDED}",
+    ("recorded_2xh200", "1.24b"): f"llama_1b plan.shard=2 plan.zero=2 train.global_batch=8 {RECORDED}",
+    ("ahead_2xh200", "8b"): "llama_8b plan.shard=2 plan.zero=2 train.global_batch=2",
+    ("ahead_2xh200", "1.24b"): "llama_1b plan.shard=2 plan.zero=2 train.global_batch=8",
+}
+"""the same for files that have rows, or one, of several sizes"""
 SMALL = {
     "z2": "llama_433m plan.shard=2 plan.zero=2 train.global_batch=2",
     "z2_1b": "llama_1b plan.shard=2 plan.zero=2 train.global_batch=8",
@@ -122,6 +137,15 @@ def measured() -> Iterator[Real]:
                 job, *words = first.split()
                 own = row["name"].split()[1:]
                 yield _real(file, row["name"], job, [*words, *own], _on(row["machine"]), row)
+    for (file, part), first in PARTS.items():
+        found = _read(file)[part]
+        for row in found if isinstance(found, list) else [found]:
+            own = row.get("name", "shoal").split()
+            if own[0] == "shoal":
+                job, *words = first.split()
+                yield _real(
+                    file, " ".join([part, *own[1:]]), job, [*words, *own[1:]], _on(row["machine"]), row
+                )
     for name, row in _read("small_2xh200")["rows"].items():
         job, *words = SMALL[name].split()
         yield _real("small_2xh200", name, job, words, _on(row["machine"]), row)
@@ -176,6 +200,7 @@ def _real(
     file: str, name: str, job: dict[str, Any] | str, words: list[str], on: str, row: dict[str, Any]
 ) -> Real:
     step_s = row.get("step_s_without_compiling", row["step_s"])
+    words = ["plan.cuda_graphs=false", *words]  # as all were launched, unless a row says otherwise
     return Real(file, name, job, words, on, step_s, row["allocated_gib"], row["reserved_gib"])
 
 

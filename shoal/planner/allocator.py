@@ -103,6 +103,28 @@ class CachingAllocator:
             self._ends[block.pool] = block
         self._offer(block)
 
+    def give_back(self) -> None:
+        """What `torch.cuda.empty_cache` does: segments without a block in use are given back, of those that grow whole pages."""
+        for pool, free in self._free.items():
+            page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
+            kept: list[tuple[tuple[int, int], Block]] = []
+            for entry in free:
+                block = entry[1]
+                whole = block.before is None and block.after is None
+                block.free = not (
+                    self.expandable or whole
+                )  # what is given back is nobody's neighbour any more
+                if self.expandable:
+                    begin, end = -(-block.address // page) * page, (block.address + block.size) // page * page
+                    self.reserved -= max(0, end - begin)
+                    if self._ends.get(pool) is block:
+                        del self._ends[pool]  # what comes later gets a segment of its own
+                elif whole:
+                    self.reserved -= block.size
+                else:
+                    kept.append(entry)
+            self._free[pool] = kept
+
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
         free = self._free[pool]
         at = bisect.bisect_left(free, (size, -1), key=_size_of)
@@ -124,7 +146,7 @@ class CachingAllocator:
         end = self._ends.get(pool)
         if end is None:
             end = Block(pool, self._next_address, 0, grows=True)
-            self._next_address += 1 << 50
+            self._next_address += LARGE_SEGMENT << 25  # so that pages begin at multiples of their size
         elif end.free:
             self._withdraw(end)
         else:

@@ -16,6 +16,7 @@ from shoal.cluster import Cluster
 from shoal.config import Settings
 from shoal.job import NARROW
 from shoal.plan import Plan, effective
+from shoal.planner.choose import Workload, with_graphs
 from shoal.planner.cost import Costs
 from shoal.planner.memory import CONTEXT_BYTES
 
@@ -67,6 +68,14 @@ class Guess:
             axes.append("copies")
         kind = " x ".join(axes) or "one device"
         return f"{kind}, {' and '.join(plan.offload)} in host memory" if plan.offload else kind
+
+
+def with_few_launches(
+    settings: Settings, cluster: Cluster, base: Base, offload: tuple[str, ...] = ()
+) -> Iterator[Plan]:
+    """As `candidates`, recorded or compiled as a whole where a run would be with nothing said."""
+    work = Workload(base.parameters, 0, steady=settings.model.family == "llama")
+    return (with_graphs(plan, work, cluster) for plan in candidates(settings, cluster, offload))
 
 
 def candidates(settings: Settings, cluster: Cluster, offload: tuple[str, ...] = ()) -> Iterator[Plan]:

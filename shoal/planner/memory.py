@@ -87,6 +87,7 @@ class Memory(NamedTuple):
 
 
 LARGEST = 8  # tensors that are named
+OF_GRAPH = 1 << 20  # what makes a stream's number that of a graph's own pools
 # seen beside the allocator: 2.0 GiB with an idle communicator to 4.3 GiB with several (4 H100s, torch 2.11)
 CONTEXT_BYTES, COMMUNICATOR_BYTES, MOST_OUTSIDE_BYTES = int(2.0 * GIB), int(0.75 * GIB), int(4.3 * GIB)
 
@@ -98,18 +99,18 @@ def memory_of(trace: Trace, plan: Plan, device: str, *, expandable: bool = False
         device: "cuda", through the caching allocator, or "cpu", where bytes are counted as they are.
         expandable: with segments that grow.
     """
-    held = _Held(trace, device, expandable)
+    held = _Held(trace, device, expandable, as_graph=bool(plan.cuda_graphs))
     phases: Counter[str] = Counter()
     most, at = 0, 0
     for index, event in trace.memory():
         moment = trace.moments[index]
-        held.apply(event)
+        held.apply(event, moment)
         if held.allocated > phases[moment.phase]:
             phases[moment.phase] = held.allocated
         if held.allocated > most:
             most, at = held.allocated, index
     return Memory(
-        _peak_at(trace, held.sizes, at),
+        _peak_at(trace, held, at),
         held.reserved,
         _outside(plan) if device == "cuda" else 0,
         _host_peak(trace) if device == "cuda" else 0,
@@ -118,21 +119,44 @@ def memory_of(trace: Trace, plan: Plan, device: str, *, expandable: bool = False
 
 
 class _Held:
-    """What is allocated while events are replayed."""
+    """What is allocated while events are replayed.
 
-    def __init__(self, trace: Trace, device: str, expandable: bool) -> None:
-        self._trace, self._device = trace, device
+    Args:
+        as_graph: the second step's forward and backward are recorded as a CUDA graph, as `shoal.train.recorded` does it later:
+            its memory is of pools of its own, also the workspaces of its stream, and what is free by then is given back.
+    """
+
+    def __init__(self, trace: Trace, device: str, expandable: bool, *, as_graph: bool = False) -> None:
+        self._trace, self._device, self._as_graph = trace, device, as_graph and device == "cuda"
+        self.twins: dict[int, int] = {}
+        """bytes of the workspaces that a recording has beside those of before"""
         self._allocator = CachingAllocator(expandable) if device == "cuda" else None
         self.sizes = [0] * len(trace.storages)
         """what each storage takes, or took; 0 for those elsewhere"""
         self.allocated = 0
-        self._most = 0
+        self._most = self._most_reserved = 0
+        self._begun = False
 
     @property
     def reserved(self) -> int:
-        return self._allocator.reserved if self._allocator else self._most
+        return max(self._allocator.reserved, self._most_reserved) if self._allocator else self._most
 
-    def apply(self, event: int) -> None:
+    def _begin_graph(self) -> None:
+        if self._allocator is None:
+            return
+        self._most_reserved = self._allocator.reserved
+        self._allocator.give_back()
+        for number, storage in enumerate(self._trace.storages):
+            if storage.kind == Category.WORKSPACE and self.sizes[number] and storage.ended is None:
+                self._allocator.allocate(("twin", number), storage.nbytes, storage.stream + OF_GRAPH)
+                self.twins[number] = self._allocator.size_of(("twin", number))
+        self.allocated += sum(self.twins.values())
+
+    def apply(self, event: int, moment: Moment) -> None:
+        in_graph = self._as_graph and moment.step > 0 and moment.phase in ("forward", "backward")
+        if in_graph and not self._begun:
+            self._begun = True
+            self._begin_graph()
         number = event if event >= 0 else ~event
         storage = self._trace.storages[number]
         if storage.device != self._device:
@@ -144,14 +168,15 @@ class _Held:
             return
         size = storage.nbytes
         if self._allocator is not None:
-            self._allocator.allocate(number, size, storage.stream)
+            self._allocator.allocate(number, size, storage.stream + OF_GRAPH * in_graph)
             size = self._allocator.size_of(number)
         self.sizes[number] = size
         self.allocated += size
         self._most = max(self._most, self.allocated)
 
 
-def _peak_at(trace: Trace, sizes: list[int], at: int) -> Peak:
+def _peak_at(trace: Trace, held: _Held, at: int) -> Peak:
+    sizes = held.sizes
     live: set[int] = set()
     last = 0
     for _, event in trace.memory(at + 1):
@@ -160,6 +185,8 @@ def _peak_at(trace: Trace, sizes: list[int], at: int) -> Peak:
     by_category: Counter[Category] = Counter()
     for number in live:
         by_category[category_of(trace.storages[number])] += sizes[number]
+    if trace.moments[at].step > 0:
+        by_category[Category.WORKSPACE] += sum(held.twins.values())
     largest = sorted(live, key=lambda number: (-sizes[number], number))[:LARGEST]
     return Peak(
         sum(by_category.values()),

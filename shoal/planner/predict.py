@@ -18,6 +18,7 @@ from shoal.planner.profile import Profile
 from shoal.planner.simulate import boundary_of
 from shoal.planner.timing import Timing, time_of
 from shoal.planner.work import rates_without_data, work_of
+from shoal.train.recorded import MOST
 
 
 class RankMemory(NamedTuple):
@@ -115,5 +116,6 @@ def predict(
     rates = rates_without_data(settings, work, cluster)
     memories = {each.rank: each.memory for each in ranks}
     host = host_of(traces, memories, plan, cluster, copies=bool(settings.checkpoint.memory_every))
-    timing = time_of(traces, costs_of(cluster, profile), rates, (count, recorded))
+    as_graph = bool(plan.cuda_graphs) and count <= MOST
+    timing = time_of(traces, costs_of(cluster, profile), rates, (count, recorded), as_graph=as_graph)
     return Prediction(said, cluster, ranks, host, timing, time.perf_counter() - began)

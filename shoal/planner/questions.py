@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, get_args
 from shoal.cluster import GIB, Cluster
 from shoal.config import Settings
 from shoal.plan import Plan
-from shoal.planner.candidates import Base, candidates, guess
+from shoal.planner.candidates import Base, guess, with_few_launches
 from shoal.planner.cost import costs_of
 from shoal.planner.memory import Fit
 from shoal.planner.pool import predict_or_say
@@ -135,7 +135,7 @@ def smallest(
     """
     for cluster in parts_of(within):
         costs = costs_of(cluster, profile)
-        guesses = [guess(plan, base, settings, costs) for plan in candidates(settings, cluster)]
+        guesses = [guess(plan, base, settings, costs) for plan in with_few_launches(settings, cluster, base)]
         lean = sorted(
             (each for each in guesses if states_fit(each, cluster)), key=lambda each: each.memory_bytes
         )

@@ -72,17 +72,21 @@ class StuckError(RuntimeError):
     """Ranks wait for messages that nobody sends."""
 
 
-def replay(traces: dict[int, Trace], costs: Costs, micro_batches: int = 1) -> StepTime:
+def replay(
+    traces: dict[int, Trace], costs: Costs, micro_batches: int = 1, *, as_graph: bool = False
+) -> StepTime:
     """Time the counted step of ranks that were simulated, such as one of each place in a pipeline.
 
     Args:
         micro_batches: that were recorded.
+        as_graph: forward and backward are one launch of a CUDA graph.
 
     Raises:
         StuckError: messages do not match.
     """
     post = _Post()
-    ranks = [_Rank(rank, trace, costs, post, frozenset(traces)) for rank, trace in traces.items()]
+    known = frozenset(traces)
+    ranks = [_Rank(rank, trace, costs, post, known, as_graph) for rank, trace in traces.items()]
     waiting = deque(ranks)
     idle = 0
     while waiting:
@@ -131,6 +135,7 @@ class _Rank:
     post: _Post
     known: frozenset[int]
     """ranks that are replayed; messages to others arrive when they are sent"""
+    as_graph: bool = False
 
     def __post_init__(self) -> None:
         self._queue = [launch for launch in self.trace.launches() if launch.moment.step == COUNTED]
@@ -179,6 +184,8 @@ class _Rank:
     def _launching(self, launch: Launch) -> float:
         host = self.costs.host
         if not self._on_gpu or launch.kind == "record" or launch.follows:
+            return 0.0
+        if self.as_graph and launch.moment.phase in ("forward", "backward"):
             return 0.0
         if launch.kind == "call":
             return host.graph_s

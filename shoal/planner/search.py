@@ -18,7 +18,7 @@ from shoal.config import Settings
 from shoal.models.units import find_units
 from shoal.parallel.initialise import build_on_meta
 from shoal.plan import Plan
-from shoal.planner.candidates import Base, Guess, candidates, guess
+from shoal.planner.candidates import Base, Guess, guess, with_few_launches
 from shoal.planner.cost import Costs, costs_of
 from shoal.planner.extend import simulate_extended
 from shoal.planner.memory import CONTEXT_BYTES, Category, Fit, most_of
@@ -260,7 +260,7 @@ class _Looking:
 def _guesses(
     settings: Settings, cluster: Cluster, base: Base, costs: Costs, offloads: Sequence[tuple[str, ...]]
 ) -> list[Guess]:
-    plans = (plan for offload in offloads for plan in candidates(settings, cluster, offload))
+    plans = (plan for offload in offloads for plan in with_few_launches(settings, cluster, base, offload))
     return [guess(plan, base, settings, costs) for plan in _distinct(plans)]
 
 

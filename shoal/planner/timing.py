@@ -43,14 +43,22 @@ class Timing(NamedTuple):
         return max(self.slowest.parts, key=self.slowest.parts.__getitem__)
 
 
-def time_of(traces: dict[int, Trace], costs: Costs, rates: Rates, micro_batches: tuple[int, int]) -> Timing:
+def time_of(
+    traces: dict[int, Trace],
+    costs: Costs,
+    rates: Rates,
+    micro_batches: tuple[int, int],
+    *,
+    as_graph: bool = False,
+) -> Timing:
     """Replay the records of a plan's ranks.
 
     Args:
         micro_batches: of a step, and how many of them were recorded; the others are alike.
+        as_graph: as `replay` has it.
     """
     count, recorded = micro_batches
-    found = replay(traces, costs, recorded)
+    found = replay(traces, costs, recorded, as_graph=as_graph)
     more = (count - recorded) * found.per_micro_batch_s
     seconds = found.seconds + more
     sure = costs.sureness

@@ -100,3 +100,33 @@ def test_no_bytes_take_nothing() -> None:
     allocator.allocate("a", 0, stream=0)
     allocator.free("a")
     assert (allocator.allocated, allocator.reserved) == (0, 0)
+
+
+@pytest.mark.parametrize(("expandable", "left_mib"), [(False, 40), (True, 40)])
+def test_what_is_free_is_given_back_in_segments_or_pages(expandable: bool, left_mib: int) -> None:
+    """Of segments of 40, 60 and 20 MiB the first is in use."""
+    allocator = CachingAllocator(expandable)
+    for key, size in (("a", 40), ("b", 60), ("c", 20)):
+        allocator.allocate(key, size * MIB, stream=0)
+    allocator.free("b")
+    allocator.free("c")
+    assert allocator.reserved == 120 * MIB
+    allocator.give_back()
+    assert allocator.reserved == left_mib * MIB
+    allocator.allocate("d", 60 * MIB, stream=0)
+    assert allocator.reserved == (left_mib + 60) * MIB
+    for key in ("a", "d"):
+        allocator.free(key)
+    allocator.give_back()
+    assert (allocator.allocated, allocator.reserved) == (0, 0)
+
+
+def test_a_segment_of_which_a_part_is_in_use_stays() -> None:
+    allocator = CachingAllocator()
+    allocator.allocate("a", 2 * MIB, stream=0)
+    allocator.allocate("b", 2 * MIB, stream=0)
+    allocator.free("a")
+    allocator.give_back()
+    assert allocator.reserved == 20 * MIB
+    allocator.allocate("c", 2 * MIB, stream=0)
+    assert allocator.reserved == 20 * MIB

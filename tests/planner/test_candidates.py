@@ -10,7 +10,7 @@ from shoal.check import check
 from shoal.cluster import Cluster
 from shoal.config import Settings, parse
 from shoal.plan import Plan
-from shoal.planner.candidates import Base, candidates, guess
+from shoal.planner.candidates import Base, candidates, guess, with_few_launches
 from shoal.planner.cost import costs_of
 
 BASE_8B = Base(8_030_000_000, 218_000_000, 32, 1.0, 36 * 2**30, 8192 * 4096 * 2)
@@ -57,6 +57,16 @@ def test_experts_are_shared_where_there_are_some() -> None:
     moe = {"model": {"family": "moe", "preset": "8x1b"}}
     assert any(plan.expert == 8 for plan in plans("8 h100", **moe))
     assert all(plan.expert == 1 for plan in plans("8 h100"))
+
+
+def test_small_llamas_are_recorded_where_a_run_would_record_them() -> None:
+    small, large = job(model={"preset": "433m"}), job()
+    base = BASE_8B._replace(parameters=433_000_000)
+    found = list(with_few_launches(small, Cluster.parse("8 h100"), base))
+    recorded = [plan for plan in found if plan.cuda_graphs]
+    assert recorded and all(plan.shard == 8 and plan.recompute == "none" for plan in recorded)
+    assert any(plan.compile == "model" for plan in found if plan.replicate == 8)
+    assert not any(plan.cuda_graphs for plan in with_few_launches(large, Cluster.parse("8 h100"), BASE_8B))
 
 
 def test_what_is_said_is_kept() -> None:

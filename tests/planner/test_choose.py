@@ -155,6 +155,7 @@ def test_steps_that_would_wait_for_the_host_are_one_graph_unless_compile_is_said
         ("1 h100", 4e8, {"recompute": "full"}, None),
         ("1 h100", 4e8, {"offload": ["optimizer"]}, None),
         ("1 cpu", 4e8, {}, None),
+        ("8 mi300x", 4e8, {"shard": 8}, None),
     ],
 )
 def test_steps_that_would_wait_for_the_host_are_recorded(

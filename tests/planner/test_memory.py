@@ -53,6 +53,19 @@ def test_a_gpus_peak_holds_a_workspace_and_a_cpus_does_not(trace: Trace) -> None
     assert Category.WORKSPACE not in memory_of(on_cpu, Plan(), "cpu").peak.by_category
 
 
+def test_a_recording_has_workspaces_and_segments_of_its_own(trace: Trace) -> None:
+    """As on an H200: 64 MiB more are allocated, for the handles of forward and backward on the stream that is recorded."""
+    launched, recorded = (memory_of(trace, Plan(cuda_graphs=flag), "cuda") for flag in (False, True))
+    more = recorded.peak.allocated_bytes - launched.peak.allocated_bytes
+    assert more == 2 * (32 << 20)
+    of_kernels = (memory.peak.by_category[Category.WORKSPACE] for memory in (recorded, launched))
+    assert next(of_kernels) - next(of_kernels) == more
+    assert sum(recorded.peak.by_category.values()) == recorded.peak.allocated_bytes
+    assert launched.reserved_bytes + more <= recorded.reserved_bytes
+    on_cpu = memory_of(trace, Plan(cuda_graphs=True), "cpu")
+    assert on_cpu.peak.allocated_bytes == memory_of(trace, Plan(), "cpu").peak.allocated_bytes
+
+
 def test_recompute_holds_fewer_activations() -> None:
     whole, again = (
         memory_of(simulate(work(), plan, H100), plan, "cuda").peak.by_category[Category.ACTIVATIONS]

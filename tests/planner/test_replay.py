@@ -163,3 +163,16 @@ def test_on_a_cpu_operators_are_called_by_what_computes() -> None:
     found = replay({0: trace(kernel(1e6), kernel(1e6))}, costs(cpu, "2 cpu"))
     assert found.seconds == pytest.approx(2 * (1e-3 + 1e-3), rel=1e-2)
     assert found.ranks[0].parts[Part.HOST] == 0
+
+
+def test_a_recorded_step_does_not_wait_for_the_host_but_its_update_does() -> None:
+    short = [
+        kernel(1e3) for _ in range(5)
+    ]  # of 1 microsecond each, which the host takes as well, and one ahead
+    update = [kernel(10, moment=Moment(1, "update", "")) for _ in range(5)]
+    launched = replay({0: trace(*short, *update)}, costs()).ranks[0].parts
+    recorded = replay({0: trace(*short, *update)}, costs(), as_graph=True).ranks[0].parts
+    assert launched[Part.HOST] == pytest.approx(recorded[Part.HOST] + 1e-6, rel=0.2)
+    alone = replay({0: trace(*short)}, costs(), as_graph=True)
+    assert alone.ranks[0].parts[Part.HOST] == 0
+    assert alone.seconds == pytest.approx(sum(costs().seconds(each) for each in short))
