@@ -26,6 +26,9 @@ KEPT: tuple[Kept, ...] = ("attention", "communication", "matmul")
 Offloaded = Literal["parameters", "optimizer", "activations"]
 """What can be in host memory while the device does not need it."""
 
+MOST_RECORDED = 16
+"""micro-batches of a step that is recorded: a graph grows with them, and steps of more are launched as ever"""
+
 V_SHAPED = ("zbv", "dualpipev")
 """schedules that put the first and the last stage on one rank"""
 STAGES = {"gpipe": 1, "1f1b": 1, "zbv": 2, "dualpipev": 2}
@@ -100,12 +103,12 @@ class Plan(BaseModel):
     compile: bool | Literal["model"] | None = Field(
         None,
         description='torch.compile each block, or with "model" the whole as one graph, which needs a plan of copies alone; left '
-        "out: blocks, on GPUs, where the schedule allows it; copies of a small Llama as one graph",
+        "out: blocks, on GPUs, where the schedule allows it; copies of a small Llama that is not recorded as one graph",
     )
     cuda_graphs: bool | None = Field(
         None,
-        description="record the forward and backward of a step on a GPU once, and launch it as one CUDA graph from then on; left "
-        "out: for a small Llama",
+        description="record the forward and backward of a step on GPUs of one host, and launch it as one CUDA graph later; "
+        "left out: for a Llama below 2 billion parameters under a plan that cuts over all of them",
     )
     offload: tuple[Offloaded, ...] = Field(
         (),

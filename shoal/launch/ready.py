@@ -29,7 +29,7 @@ from shoal.parallel.initialise import build_on_meta
 from shoal.parallel.spread import require_layout, require_sizes
 from shoal.plan import Plan, effective
 from shoal.planner.auto import searched_plan, why_not_searched
-from shoal.planner.choose import Workload, choose_plan, require_even, with_graphs
+from shoal.planner.choose import Workload, choose_degrees, require_even, with_graphs
 from shoal.resilience.faults import drawn, parse_faults, require_possible
 from shoal.resilience.replicas import require_copies
 from shoal.run import Run
@@ -92,7 +92,7 @@ def _searched(settings: Settings, cluster: Cluster, tell: Callable[[str], None] 
     if found.plan is None:
         tell(f"the plan is chosen by rules (docs/plan.md), since none was found by simulation: {found.why}")
         return None
-    plan = with_graphs(found.plan, workload(settings), cluster)
+    plan = with_graphs(found.plan, workload(settings), cluster, settings.train.global_batch)
     tell(f"plan: {plan.describe()}, {found.why}")
     return plan
 
@@ -193,21 +193,14 @@ def complete_plan(settings: Settings, cluster: Cluster) -> Plan:
     Raises:
         ValueError: a ZeRO stage that the degrees do not allow.
     """
-    said = settings.plan
+    said, batch = settings.plan, settings.train.global_batch
     if said is not None and said.says_degrees:
-        known = (
-            settings.model.family in FAMILIES
-        )  # of others nothing is known, and to count parameters takes time
-        return with_graphs(said, workload(settings), cluster) if known else said
-    chosen = choose_plan(
-        settings.train,
-        workload(settings),
-        cluster,
-        zero=said.zero if said else None,
-        micro_batch=said.micro_batch if said else None,
-        compiled=said is None or said.compile is not False,
-    )
-    return _with_parts(chosen, said)
+        # of other families nothing is known, and to count parameters takes time
+        known = settings.model.family in FAMILIES
+        return with_graphs(said, workload(settings), cluster, batch) if known else said
+    work = workload(settings)
+    chosen = choose_degrees(settings.train, work, cluster, said=said)
+    return with_graphs(_with_parts(chosen, said), work, cluster, batch)
 
 
 def _with_parts(chosen: Plan, said: Plan | None) -> Plan:
@@ -255,9 +248,8 @@ def which_cluster(settings: Settings, ranks: int | None = None) -> Cluster:
         return here  # the check names the degrees that fit
     per_node = here.num_devices
     if here.device.type == "cuda" and 1 < per_node < wanted and wanted % per_node == 0:
-        return here.model_copy(
-            update={"nodes": wanted // per_node}
-        )  # started by a launcher, on nodes like this one
+        # started by a launcher, on nodes like this one
+        return here.model_copy(update={"nodes": wanted // per_node})
     return here.model_copy(update={"devices_per_node": wanted})
 
 

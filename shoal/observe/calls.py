@@ -91,6 +91,7 @@ class CallFile:
         with self._lock:
             if self._kept is not None:
                 self._kept.append((group, text, line))
+                return Call(0, group.name, 0, time.monotonic(), 0, text, line)
             state = self._groups.get(group.name) or self._add_group(group)
             raw, now = text.encode(), time.monotonic()
             state[1] += 1
@@ -109,12 +110,15 @@ class CallFile:
 
     @contextmanager
     def kept(self) -> Generator[list[Noted]]:
-        """The calls that are noted while it lasts, as `add` takes them."""
-        self._kept = found = []
+        """The calls that come while it lasts, as `add` takes them; they are noted nowhere else."""
+        found: list[Noted] = []
+        with self._lock:
+            self._kept = found
         try:
             yield found
         finally:
-            self._kept = None
+            with self._lock:
+                self._kept = None
 
     def read(self) -> Calls:
         """What a reader of the file would see."""

@@ -33,6 +33,10 @@ class Balance:
         self._layers = _balanced(model)
         self._groups = tuple(groups)
 
+    @property
+    def has_layers(self) -> bool:
+        return bool(self._layers)
+
     def count(self, on: bool) -> None:
         """Whether tokens of the next forward count."""
         for layer in self._layers:

@@ -52,8 +52,15 @@ def send_directly(roots: Iterable[nn.Module], world: World) -> list[Exchange]:
 
 
 def gathered_first(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that are gathered before a forward of `model` begins; the others when their unit comes."""
-    groups = parameter_groups(model) if isinstance(model, FSDPModule) else ()
+    """Parameters that are gathered before a forward of `model` begins, where that can be asked for ahead; else none.
+
+    It cannot where `fully_shard` gathers, whose copies would not wait for what computes, nor what is cast to 8 bits, by a scale
+    that is found in the forward.
+    """
+    groups = parameter_groups(model) if isinstance(model, FSDPModule) else []
+    direct = all(isinstance(getattr(group.unshard, "__self__", None), Gather) for group in groups)
+    if not direct or any(_has_own_way(parameter) for group in groups for parameter in group.fsdp_params):
+        return set()
     return {parameter for group in groups for parameter in parameters_of(group)}
 
 

@@ -76,6 +76,8 @@ class Exchange:
 
     def __init__(self, ranks: int, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
         self._ranks, self.parameters = ranks, parameters
+        self.wants_squares = False
+        """somebody takes them: see `take_squares`"""
         self._squares: list[Tensor | None] = []
         self._asked = 0  # elements of an input whose output has not been asked for
 
@@ -103,9 +105,11 @@ class Exchange:
         parts = output_tensor.split([gradient.numel() // self._ranks for gradient in whole])
         if whole[0].dtype == output_tensor.dtype:
             _scatter_many(parts, whole, group)
-            self._squares.append(None)
+            squares = None
         else:
-            self._squares.append(_exchange(parts, whole, group))
+            squares = _exchange(parts, whole, group)
+        if self.wants_squares:
+            self._squares.append(squares)
 
     def take_squares(self) -> Tensor | None:
         """The sum of squares of what was received since the last time, if that was one exchange, and found on the way."""

@@ -169,6 +169,11 @@ def sum_whole_gradients(parameters: Iterable[nn.Parameter], groups: Iterable[dis
         parameter.grad = gradient.view_as(parameter)
 
 
+def is_gathered(group: Any) -> bool:
+    """Whether torch's FSDPParamGroup has gathered, or is about to."""
+    return group._all_gather_result is not None or not group.is_sharded
+
+
 def reshard(model: nn.Module) -> None:
     """Free gathered parameters, so that the model's own are the masters again: what is saved, hashed and updated.
 

@@ -75,7 +75,8 @@ def with_few_launches(
 ) -> Iterator[Plan]:
     """As `candidates`, recorded or compiled as a whole where a run would be with nothing said."""
     work = Workload(base.parameters, 0, steady=settings.model.family == "llama")
-    return (with_graphs(plan, work, cluster) for plan in candidates(settings, cluster, offload))
+    batch = settings.train.global_batch
+    return (with_graphs(plan, work, cluster, batch) for plan in candidates(settings, cluster, offload))
 
 
 def candidates(settings: Settings, cluster: Cluster, offload: tuple[str, ...] = ()) -> Iterator[Plan]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from shoal.cluster import GIB, Cluster
 from shoal.job import NARROW, Train
-from shoal.plan import Plan
+from shoal.plan import AXES, MOST_RECORDED, Plan
 
 SMALL = 500e6  # parameters; below, many small collectives that the host launches cost more than the update of the whole
 RECORDED = 2e9  # parameters; above, the host is ahead of any GPU (1.24B gains in float8, in bf16 nothing)
@@ -40,50 +40,68 @@ def choose_plan(
     work: Workload,
     cluster: Cluster,
     *,
-    zero: int | None = None,
-    micro_batch: int | None = None,
-    compiled: bool = True,
+    said: Plan | None = None,
 ) -> Plan:
-    """A plan for all devices of a cluster.
+    """A plan for all devices of a cluster, with nothing said but a ZeRO stage and a micro-batch."""
+    plan = choose_degrees(train, work, cluster, said=said)
+    return with_graphs(plan, work, cluster, train.global_batch)
+
+
+def choose_degrees(train: Train, work: Workload, cluster: Cluster, *, said: Plan | None = None) -> Plan:
+    """Degrees, ZeRO stage and micro-batch for all devices of a cluster.
 
     Args:
-        zero: the ZeRO stage, if it is said: 0 keeps whole copies, 1 to 3 cut over the devices of a node, or over nodes that have
-            one device each.
-        micro_batch: samples, if they are said. compiled: blocks will be.
+        said: what is said of other parts of a plan, and of it heeded: `zero` 0 keeps whole copies, 1 to 3 cut over the devices of
+            a node, or over nodes that have one device each.
 
     Raises:
         ValueError: the global batch cannot be dealt out to the devices; the message says which could.
     """
     require_even(train, cluster)
-    if zero is None:
-        plan = _data_parallel(train, work, cluster, micro_batch, KEPT_SHARE if compiled else 1.0)
+    said = said or Plan()
+    chosen = said.micro_batch or _micro_batch(train, work, cluster)
+    if said.zero is not None:
+        plan = _with_zero(said.zero, cluster)
     else:
-        plan = _with_zero(zero, cluster)
-    chosen = micro_batch or _micro_batch(train, work, cluster)
-    return with_graphs(plan.model_copy(update={"micro_batch": chosen}), work, cluster)
+        count = train.global_batch // cluster.num_devices // chosen
+        cut = Plan(shard=cluster.num_devices)
+        recorded = _recorded(cut.model_copy(update=_parts(said)), work, cluster, count) is not None
+        plan = _data_parallel(train, work, cluster, said, copied=not recorded)
+    return plan.model_copy(update={"micro_batch": chosen})
 
 
-def with_graphs(plan: Plan, work: Workload, cluster: Cluster) -> Plan:
+def _parts(said: Plan) -> dict[str, Any]:
+    """What is said that is no degree."""
+    return said.model_dump(include=said.model_fields_set - {*AXES, "expert", "zero"})
+
+
+def with_graphs(plan: Plan, work: Workload, cluster: Cluster, global_batch: int) -> Plan:
     """The plan with fewer launches, where nothing is said of them, the plan allows it, and steps would wait for the host.
 
     They are recorded, or, as copies on several devices, compiled as one graph.
     """
-    keys: dict[str, Any] = {}
-    if plan.cuda_graphs is None and _is_recorded(work, cluster) and plan.cut == plan.world_size:
-        keys = {"cuda_graphs": True}
-    elif (
-        plan.compile is None
-        and plan.only_copies
-        and not plan.cuda_graphs
-        and cluster.device.type == "cuda"
-        and work.steady
-        and work.parameters < SMALL
-    ):
-        keys = {"compile": "model"}
+    count = plan.micro_batches(global_batch)[0]
+    if (recorded := _recorded(plan, work, cluster, count)) is not None:
+        return recorded
+    waits = cluster.device.type == "cuda" and work.steady and work.parameters < SMALL
+    if plan.compile is None and plan.only_copies and not plan.cuda_graphs and waits:
+        return _with(plan, compile="model") or plan
+    return plan
+
+
+def _recorded(plan: Plan, work: Workload, cluster: Cluster, micro_batches: int) -> Plan | None:
+    """The plan recorded; None where something is said of that, it would not be faster, or cannot be."""
+    if plan.cuda_graphs is not None or plan.cut != plan.world_size or micro_batches > MOST_RECORDED:
+        return None
+    return _with(plan, cuda_graphs=True) if _is_recorded(work, cluster) else None
+
+
+def _with(plan: Plan, **keys: Any) -> Plan | None:
+    """None if they do not go with the plan."""
     try:
-        return Plan.model_validate(plan.model_dump() | keys) if keys else plan
-    except ValueError:  # something in the plan needs launches one by one
-        return plan
+        return Plan.model_validate(plan.model_dump(include=plan.model_fields_set) | keys)
+    except ValueError:
+        return None
 
 
 def _is_recorded(work: Workload, cluster: Cluster) -> bool:
@@ -116,9 +134,9 @@ def _with_zero(zero: int, cluster: Cluster) -> Plan:
     return Plan.model_validate({"replicate": cluster.nodes, "shard": cluster.devices_per_node, "zero": zero})
 
 
-def _data_parallel(
-    train: Train, work: Workload, cluster: Cluster, micro_batch: int | None, share: float
-) -> Plan:
+def _data_parallel(train: Train, work: Workload, cluster: Cluster, said: Plan, *, copied: bool) -> Plan:
+    """`copied`: copies of a small model are preferred."""
+    share, micro_batch = KEPT_SHARE if said.compile is not False else 1.0, said.micro_batch
     memory = cluster.device.memory_bytes
     if memory is None:
         return Plan(replicate=cluster.num_devices)
@@ -126,7 +144,7 @@ def _data_parallel(
     state = 4 * master * work.parameters  # a parameter, its gradient and AdamW's two moments
     gathered = (2 if train.precision in NARROW else master) * work.parameters  # in the compute type
     budget, per_node = STATE_SHARE * memory, cluster.devices_per_node
-    copied = work.parameters < SMALL and not _is_recorded(work, cluster)
+    copied = copied and work.parameters < SMALL
     if state + gathered <= budget and (copied or cluster.num_devices == 1):
         return Plan(replicate=cluster.num_devices)
     held = gathered + state / per_node

@@ -94,7 +94,7 @@ def choices_of(settings: Settings, cluster: Cluster, work: Workload, own: Plan |
         for part in clusters:
             try:
                 plan = plan_of(strategy, settings, part, micro_batch)
-                plan = with_graphs(plan, work, part)
+                plan = with_graphs(plan, work, part, settings.train.global_batch)
                 check(settings.job, plan, part)
                 choices.append(Choice(strategy.key, part, plan))
             except ValueError as error:

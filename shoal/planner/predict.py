@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shoal.check import check
 from shoal.cluster import GIB, Cluster
 from shoal.config import Settings
-from shoal.plan import Plan
+from shoal.plan import MOST_RECORDED, Plan
 from shoal.planner.cost import costs_of
 from shoal.planner.extend import shallowest, simulate_extended
 from shoal.planner.host import Host, host_of
@@ -18,7 +18,6 @@ from shoal.planner.profile import Profile
 from shoal.planner.simulate import boundary_of
 from shoal.planner.timing import Timing, time_of
 from shoal.planner.work import rates_without_data, work_of
-from shoal.train.recorded import MOST
 
 
 class RankMemory(NamedTuple):
@@ -116,6 +115,6 @@ def predict(
     rates = rates_without_data(settings, work, cluster)
     memories = {each.rank: each.memory for each in ranks}
     host = host_of(traces, memories, plan, cluster, copies=bool(settings.checkpoint.memory_every))
-    as_graph = bool(plan.cuda_graphs) and count <= MOST
+    as_graph = bool(plan.cuda_graphs) and count <= MOST_RECORDED
     timing = time_of(traces, costs_of(cluster, profile), rates, (count, recorded), as_graph=as_graph)
     return Prediction(said, cluster, ranks, host, timing, time.perf_counter() - began)

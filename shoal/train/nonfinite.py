@@ -171,6 +171,7 @@ def _look(step: Step, result: StepResult, numbers: Numbers) -> Seen:
         (str(index), tensor) for index, micro in enumerate(micro_batches) for tensor in tensors_in(micro.data)
     )
     with unchanged(step):
+        step.forget_recording()  # what it keeps is needed for a pass that is launched
         with watched(step) as watch:
             losses = step.forward_backward(micro_batches).losses
         gradients = {

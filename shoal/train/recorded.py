@@ -8,23 +8,37 @@ before it held is given back first, so that a rank reserves about as much as wit
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from shoal.data.cut import MicroBatch
 from shoal.observe.calls import Noted
+from shoal.plan import MOST_RECORDED
 from shoal.world import World
 
 STEPS_BEFORE = 2
 """that are launched as ever: they compile, choose kernels and lay out what is sharded"""
 
-MOST = 16
-"""micro-batches of a step that is recorded: a graph grows with them, and steps of many are launched as ever"""
+OTHERS = 8
+"""steps of another form in a row, after which a recording is given up, and the memory that it keeps"""
+PLAIN = (str, int, float, bool, type(None))
+"""what of a batch may be beside tensors: it is compared, and recorded as it is"""
+
+
+class Way(IntEnum):
+    """How a step is taken."""
+
+    LAUNCH = 0
+    RECORD = 1
+    REPLAY = 2
 
 
 class Pass(NamedTuple):
@@ -57,6 +71,8 @@ class Work(NamedTuple):
     """what the device does for one, of which is said whether it is the last: as `as_pass` takes it"""
     squares: Callable[[], tuple[Tensor | None, ...]]
     """of `Pass`, after the last one"""
+    free: Callable[[], None]
+    """give up what is gathered: a recording gathers all for itself, and a replay does not tell the model that it has changed"""
 
 
 class Graph(NamedTuple):
@@ -90,7 +106,14 @@ class Recorded:
         self._seen = 0
         self._graph: Graph | None = None
         self._gradients: list[Tensor | None] = []
-        world.at_close(self.forget)
+        self._others = 0
+        this = weakref.ref(self)
+
+        def forget() -> None:
+            if (recorded := this()) is not None:
+                recorded.forget()
+
+        world.at_close(forget)
 
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> Pass:
         """Gradients, into the parameters. Collective.
@@ -98,23 +121,52 @@ class Recorded:
         Raises:
             RuntimeError: something in it cannot be recorded. ValueError: it draws random numbers.
         """
-        form = [_form(micro) for micro in micro_batches]
-        if self._graph is None and form != self._form:
-            self._form, self._seen = form, 0
-        waits = self._graph is None and self._seen < STEPS_BEFORE
-        if form != self._form or len(form) > MOST or waits:
-            self._seen += 1
-            found = self._work.run(micro_batches)
-            self._require_no_draws()
-            return found
+        way = self._agreed(self._way(micro_batches))
+        if way is Way.LAUNCH:
+            return self._launch(micro_batches)
+        self._others = 0
+        self._work.free()
         brought = list(self._work.bring(micro_batches))
-        graph = self._graph or self._record(brought)
+        graph = self._graph if way is Way.REPLAY and self._graph is not None else self._record(brought)
         torch._foreach_copy_(_tensors(graph.inputs), _tensors(brought))
         return self._replay(graph)
 
     def forget(self) -> None:
         """Give up what is recorded; NCCL does not end a group while a recording sends in it."""
-        self._graph, self._gradients, self._seen = None, [], 0
+        if self._graph is not None:
+            self._graph.graph.reset()
+        self._graph, self._gradients, self._seen, self._others = None, [], 0, 0
+
+    def _way(self, micro_batches: Sequence[MicroBatch]) -> Way:
+        """What this rank could do."""
+        form = [_form(micro) for micro in micro_batches]
+        if None in form or len(form) > MOST_RECORDED:
+            return Way.LAUNCH
+        if self._graph is not None:
+            return Way.REPLAY if form == self._form else Way.LAUNCH
+        if form != self._form:
+            self._form, self._seen = form, 0
+        return Way.RECORD if self._seen >= STEPS_BEFORE else Way.LAUNCH
+
+    def _agreed(self, way: Way) -> Way:
+        """What all ranks can do: NCCL takes a collective that some ranks record and others launch for different ones.
+
+        By their hosts, which do not wait for devices. Collective.
+        """
+        if self._world.size == 1:
+            return way
+        least = torch.tensor(int(way))
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        return Way(int(least))
+
+    def _launch(self, micro_batches: Sequence[MicroBatch]) -> Pass:
+        self._seen += 1
+        self._others += self._graph is not None
+        if self._others == OTHERS:
+            self.forget()
+        found = self._work.run(micro_batches)
+        self._require_no_draws()
+        return found
 
     def _replay(self, graph: Graph) -> Pass:
         if self._world.calls is not None:
@@ -133,6 +185,8 @@ class Recorded:
         try:
             self._graph = self._recorded(places)
         except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError | dist.DistError):
+                raise
             raise RuntimeError(
                 f"plan.cuda_graphs: the forward and backward could not be recorded: {error}; what waits for the device "
                 "(.item(), .tolist(), nonzero, a copy out of the host's pageable memory) cannot be; leave plan.cuda_graphs out, "
@@ -142,30 +196,45 @@ class Recorded:
         return self._graph
 
     def _recorded(self, places: list[Brought]) -> Graph:
-        graph, calls = torch.cuda.CUDAGraph(), self._world.calls
-        # other threads of this process, NCCL's among them, may ask the device what they like meanwhile
-        with (
-            calls.kept() if calls is not None else nullcontext([]) as noted,
-            torch.cuda.graph(graph, capture_error_mode="thread_local"),
-        ):
+        def work() -> Pass:
             shares = [self._work.compute(place, place is places[-1]) for place in places]
-            found = as_pass(shares, self._work.squares())
+            return as_pass(shares, self._work.squares())
+
+        calls = self._world.calls
+        with calls.kept() if calls is not None else nullcontext([]) as noted:
+            graph, found = capture(work)
         return Graph(graph, places, found, noted)
 
     def _require_no_draws(self) -> None:
-        """Each micro-batch seeds the generator anew, whose offset then tells whether anything was drawn."""
-        device = self._world.device
-        if torch.cuda.default_generators[device.index or 0].get_offset() > 0:
+        """Each micro-batch seeds the generators anew, which then tell whether anything was drawn."""
+        of_host = torch.default_generator
+        fresh = torch.Generator().manual_seed(of_host.initial_seed()).get_state()
+        offset = torch.cuda.default_generators[self._world.device.index or 0].get_offset()
+        if offset > 0 or not torch.equal(of_host.get_state(), fresh):
             raise ValueError(
                 "plan.cuda_graphs records a step, and random numbers of this model (dropout) would not follow their seeds in a "
                 "recording; leave it out, or set dropout to 0"
             )
 
 
-def _form(micro: MicroBatch) -> tuple[Any, ...]:
-    """All that must be equal for a recording to be of the same work."""
+def capture(work: Callable[[], Pass]) -> tuple[torch.cuda.CUDAGraph, Pass]:
+    """Record what `work` launches; its results are there after a replay."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # other threads of this process, NCCL's among them, may ask the device what they like meanwhile
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            return graph, work()
+    except BaseException:
+        graph.reset()  # the error may hold it until the groups end
+        raise
+
+
+def _form(micro: MicroBatch) -> tuple[Any, ...] | None:
+    """All that must be equal for a recording to be of the same work; None for data that is not of tensors and plain values."""
     leaves, tree = tree_flatten(micro.data)
-    forms = ((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+    if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves) or not _tensors([Brought(leaves, 1.0)]):
+        return None
+    forms = ((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     return (tree, micro.samples > 0, *forms)
 
 

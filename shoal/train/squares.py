@@ -41,8 +41,8 @@ class Squares:
         """The sum; `known` is what was found on the way, or nothing."""
         total = torch.zeros((), dtype=self._kind, device=self._world.device)
         counted: set[str] = set()
-        for squares, (_, names) in zip(known, self._exchanges, strict=bool(known)):
-            if squares is not None:
+        for squares, (exchange, names) in zip(known, self._exchanges, strict=bool(known)):
+            if squares is not None and not any(map(_is_changed_later, exchange.parameters())):
                 total += squares
                 counted |= names
         rest = {name: gradient for name, gradient in gradients.items() if name not in counted}
@@ -56,6 +56,8 @@ class Squares:
         if self._plan.cut != self._plan.world_size:
             return []
         names = {parameter: name for name, parameter in parameters.items()}
+        for exchange in self._spread.exchanges:
+            exchange.wants_squares = True
         return [
             (exchange, {names[p] for p in exchange.parameters() if p in names})
             for exchange in self._spread.exchanges
@@ -73,6 +75,11 @@ class Squares:
         for axis, placement in enumerate(parameter.placements):
             cut *= 1 if placement.is_replicate() else mesh.size(axis)
         return on // cut
+
+
+def _is_changed_later(parameter: nn.Parameter) -> bool:
+    """Whether hooks are called with its gradient when that has been received."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def sum_of_squares(parts: list[Tensor], device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.data.cut import MicroBatch, StepBatch
@@ -29,7 +30,8 @@ from shoal.parallel.direct import gather_ahead, gathered_first
 from shoal.parallel.initialise import seed_of
 from shoal.parallel.pipeline import Pipeline
 from shoal.parallel.precision import types_of
-from shoal.parallel.shard import sum_whole_gradients
+from shoal.parallel.replicate import core
+from shoal.parallel.shard import is_gathered, parameter_groups, reshard, sum_whole_gradients
 from shoal.parallel.spread import spread_of
 from shoal.plan import Plan
 from shoal.simulated import is_simulated
@@ -212,11 +214,41 @@ class Step:
         return as_pass(shares, self._squares.found_on_the_way())
 
     def _recording(self) -> Recorded | None:
-        """On GPUs; where ranks compare each call of a collective with the others, they make each."""
+        """On GPUs of one host; where ranks compare each call of a collective with the others, they make each.
+
+        Raises:
+            ValueError: the model has what cannot be recorded.
+        """
+        if self._balance.has_layers:
+            raise ValueError(
+                "plan.cuda_graphs: the host tells which tokens count for the balance of experts, and a recording would not hear "
+                "of it; leave it out"
+            )
         if self.world.device.type != "cuda" or is_simulated() or self.world.compares_calls:
             return None
-        work = Work(self.forward_backward, self._one_by_one, self._compute, self._squares.found_on_the_way)
+        if self.world.size > 1 and not (self.world.has_cpu_backend and self.world.is_one_host()):
+            return None
+        groups = [
+            group
+            for module in core(self.model).modules()
+            if isinstance(module, FSDPModule)
+            for group in parameter_groups(module)
+        ]
+
+        def free() -> None:
+            if any(map(is_gathered, groups)):
+                reshard(self.model)
+
+        work = Work(
+            self.forward_backward, self._one_by_one, self._compute, self._squares.found_on_the_way, free
+        )
         return Recorded(work, self.optimizer.parameters.values(), self.world)
+
+    def forget_recording(self) -> None:
+        """Give up what is recorded of a step, and its memory; it is recorded again later. On all ranks alike."""
+        if self._recorded is not None:
+            self._recorded.forget()
+            torch.cuda.empty_cache()
 
     @property
     def loss_scale(self) -> LossScale | None:

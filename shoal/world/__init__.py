@@ -56,6 +56,11 @@ class World:
     _at_close: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     @property
+    def has_cpu_backend(self) -> bool:
+        """Whether ranks can send each other tensors in host memory."""
+        return "gloo" in self.backend or "mpi" in self.backend
+
+    @property
     def is_main(self) -> bool:
         """Whether this is rank 0, the one that speaks."""
         return self.rank == 0
@@ -156,7 +161,8 @@ class World:
             return
         self._open = False
         for do in self._at_close:
-            do()
+            with suppress(RuntimeError):  # of a device that has failed
+                do()
         self._at_close.clear()
         self._meshes.clear()
         if dist.is_initialized():

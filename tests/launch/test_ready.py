@@ -51,6 +51,29 @@ def test_of_a_plan_without_degrees_the_degrees_are_chosen() -> None:
     assert plan == Plan(replicate=2, micro_batch=2, recompute="full")
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "shard 8 (ZeRO-2), micro-batch 2, CUDA graphs"),
+        (["plan.recompute=full"], "replicate 8, micro-batch 2, recompute full, compiled as a whole"),
+        (
+            ["plan.offload=optimizer"],
+            "replicate 8, micro-batch 2, optimizer in host memory, compiled as a whole",
+        ),
+        (["plan.compile=model"], "replicate 8, micro-batch 2, compiled as a whole"),
+        (["plan.cuda_graphs=false"], "replicate 8, micro-batch 2, compiled as a whole"),
+        (["plan.shard=8", "plan.recompute=full"], "shard 8 (ZeRO-3), recompute full"),
+        (["plan.zero=3"], "shard 8 (ZeRO-3), micro-batch 2, CUDA graphs"),
+    ],
+)
+def test_small_llamas_on_gpus_are_recorded_where_what_is_said_allows_it(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], expected: str
+) -> None:
+    eight_gpus(monkeypatch)
+    plan = make_ready(settings(*words, "train.global_batch=16")).plan
+    assert plan is not None and plan.describe() == expected
+
+
 def test_once_ready_always_ready() -> None:
     once = make_ready(settings())
     assert make_ready(once) == once
@@ -78,6 +101,8 @@ def test_a_cluster_that_is_not_this_machine_is_refused(monkeypatch: pytest.Monke
 def test_ranks_that_a_launcher_started_may_be_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     eight_gpus(monkeypatch)
     assert which_cluster(settings("cluster=4x8 h100"), ranks=32).num_devices == 32
+    assert which_cluster(settings(), ranks=32).describe() == "4x8 h100"
+    assert which_cluster(settings(), ranks=12).describe() == "12 h100"
 
 
 def test_a_cluster_that_is_not_understood_is_named() -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from shoal.check import check
 from shoal.cluster import DEVICES, GIB, Cluster
 from shoal.job import Job, Model, Train
-from shoal.plan import Plan
-from shoal.planner.choose import Workload, choose_plan, with_graphs
+from shoal.plan import MOST_RECORDED, Plan
+from shoal.planner.choose import Workload, choose_degrees, choose_plan, with_graphs
 
 GPUS = [kind for kind, device in DEVICES.items() if device.type == "cuda"]
 
@@ -80,8 +80,8 @@ def test_parameters_are_freed_between_uses_where_one_samples_activations_need_th
 def test_a_micro_batch_that_is_said_and_blocks_that_are_not_compiled_need_more_room() -> None:
     """Two samples of 8B on 2 H200s: `shoal plan` has 137 GiB under ZeRO-2 and 125 under ZeRO-3."""
     train, work = Train(global_batch=4, precision="bf16"), Workload(8_030_000_000, 64 * 10**9)
-    two = choose_plan(train, work, Cluster.parse("2 h200"), micro_batch=2)
-    eager = choose_plan(train, work, Cluster.parse("2 h200"), compiled=False)
+    two = choose_plan(train, work, Cluster.parse("2 h200"), said=Plan(micro_batch=2))
+    eager = choose_plan(train, work, Cluster.parse("2 h200"), said=Plan(compile=False))
     assert (two.zero_stage, two.micro_batch, eager.zero_stage) == (3, 2, 3)
 
 
@@ -134,11 +134,11 @@ def test_steps_that_would_wait_for_the_host_are_one_graph_unless_compile_is_said
     cluster: str, parameters: float, keys: dict[str, Any], expected: bool | str | None
 ) -> None:
     work = Workload(int(parameters), 0, steady=True)
-    plan = with_graphs(Plan.model_validate(keys), work, Cluster.parse(cluster))
+    plan = with_graphs(Plan.model_validate(keys), work, Cluster.parse(cluster), 16)
     assert plan.compile == expected
-    assert with_graphs(Plan.model_validate(keys), work._replace(steady=False), Cluster.parse(cluster)) == (
-        Plan.model_validate(keys)
-    )
+    assert with_graphs(
+        Plan.model_validate(keys), work._replace(steady=False), Cluster.parse(cluster), 16
+    ) == (Plan.model_validate(keys))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_steps_that_would_wait_for_the_host_are_recorded(
     cluster: str, parameters: float, keys: dict[str, Any], expected: bool | None
 ) -> None:
     work = Workload(int(parameters), 0, steady=True)
-    assert with_graphs(Plan.model_validate(keys), work, Cluster.parse(cluster)).cuda_graphs == expected
+    assert with_graphs(Plan.model_validate(keys), work, Cluster.parse(cluster), 16).cuda_graphs == expected
 
 
 @pytest.mark.parametrize(
@@ -201,3 +201,21 @@ def test_a_batch_that_cannot_be_dealt_out_names_the_nearest_that_can(batch: int,
     for size in works:
         assert str(size) in str(caught.value)
         choose("8 h100", 1e6, batch=size)
+
+
+@pytest.mark.parametrize(
+    ("said", "batch"),
+    [
+        (Plan(recompute="full"), 16),
+        (Plan(offload=("optimizer",)), 16),
+        (Plan(cuda_graphs=False), 16),
+        (Plan(micro_batch=1), 8 * (MOST_RECORDED + 1)),
+    ],
+)
+def test_small_models_whose_parts_cannot_be_recorded_are_copied(said: Plan, batch: int) -> None:
+    train, work = Train(global_batch=batch, precision="bf16"), Workload(433_000_000, 0, steady=True)
+    chosen = choose_degrees(train, work, Cluster.parse("8 h100"), said=said)
+    assert chosen.replicate == 8
+    merged = Plan.model_validate(chosen.model_dump() | said.model_dump(include=said.model_fields_set))
+    plan = with_graphs(merged, work, Cluster.parse("8 h100"), batch)
+    assert not plan.cuda_graphs and plan.compile == "model"

@@ -13,6 +13,7 @@ from shoal.parallel.apply import parallelize
 from shoal.parallel.direct import gathered_first
 from shoal.parallel.replicate import core
 from shoal.parallel.shard import parameter_groups, reshard
+from shoal.parallel.spread import spread_of
 from shoal.plan import Plan
 from shoal.train.objective import NextToken
 from shoal.train.step import Step
@@ -144,12 +145,14 @@ def test_squares_that_are_found_on_the_way_are_those_of_all_gradients() -> None:
         assert on_the_way[1] == pytest.approx(after[1], rel=1e-2)  # of bf16 weights that differ by roundings
 
 
-def counted(world: World, plan: Plan) -> list[int]:
-    """How many exchanges gave their squares in a step."""
+def counted(world: World, plan: Plan) -> tuple[list[bool], int]:
+    """Which exchanges gave their squares in the last of three steps, and how many numbers they hold on to."""
     model = parallelize(build, plan, world, precision="bf16", seed=7)
     step = Step(model, NextToken(), OPTIMIZER, plan, world, precision="bf16", total_steps=9)
-    found = step.forward_backward(part_of(global_batch(0), 0, plan, world.rank).micro_batches)
-    return [squares is not None for squares in found.squares]
+    for number in range(3):
+        found = step.forward_backward(part_of(global_batch(0), number, plan, world.rank).micro_batches)
+    held = sum(len(exchange._squares) for exchange in spread_of(model).exchanges)
+    return [squares is not None for squares in found.squares], held
 
 
 @pytest.mark.parametrize(
@@ -161,9 +164,64 @@ def counted(world: World, plan: Plan) -> list[int]:
     ],
 )
 def test_squares_are_known_where_one_exchange_has_all(plan: Plan, expected: list[bool]) -> None:
-    assert run_ranks(2, counted, plan) == [expected, expected]
+    assert run_ranks(2, counted, plan) == [(expected, 0)] * 2
 
 
 def test_squares_of_gradients_that_copies_sum_further_are_not_taken() -> None:
     plan = Plan(replicate=2, shard=2, zero=2, micro_batch=4)
-    assert run_ranks(4, counted, plan) == [[]] * 4
+    assert run_ranks(4, counted, plan) == [([], 0)] * 4
+
+
+def hooked(world: World) -> float:
+    """Gradients that hooks set to zero when they have been received."""
+    plan = Plan(shard=2, zero=2, micro_batch=8)
+    model = parallelize(build, plan, world, precision="bf16", seed=7)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(zero_gradient)
+    step = Step(model, NextToken(), OPTIMIZER, plan, world, precision="bf16", total_steps=9)
+    return step(part_of(global_batch(0), 0, plan, world.rank)).grad_norm
+
+
+def zero_gradient(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.zero_()
+
+
+def test_the_norm_is_of_gradients_as_hooks_leave_them() -> None:
+    assert run_ranks(2, hooked) == [0.0, 0.0]
+
+
+class Whole(nn.Module):
+    """A model without blocks: all of it is gathered first. Its last layer has fewer rows than there are ranks, if asked for."""
+
+    def __init__(self, rows: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.inner, self.out = nn.Linear(32, 64), nn.Linear(64, rows)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.relu(self.inner(self.embedding(tokens))))
+
+
+def first_of(world: World, plan: Plan, precision: Precision, rows: int) -> int:
+    model = parallelize(partial(Whole, rows), plan, world, precision=precision, seed=7)
+    step = Step(model, NextToken(), OPTIMIZER, plan, world, precision=precision, total_steps=9)
+    return len(step._first)
+
+
+@pytest.mark.parametrize(
+    ("plan", "precision", "rows", "expected"),
+    [
+        (Plan(shard=4, zero=2), "bf16", 64, 5),
+        (Plan(shard=4, zero=2), "bf16", 2, 0),  # fully_shard gathers it
+        (Plan(shard=4, zero=2), "float8_gather", 64, 0),  # scales are found in the forward
+        (Plan(replicate=2, shard=2, zero=2), "bf16", 64, 0),
+        (Plan(shard=4, zero=2, offload=("parameters",)), "bf16", 64, 0),
+    ],
+)
+def test_what_cannot_be_asked_for_ahead_is_not(
+    plan: Plan, precision: Precision, rows: int, expected: int
+) -> None:
+    if precision == "float8_gather":
+        pytest.importorskip("torchao")
+    assert run_ranks(4, first_of, plan, precision, rows) == [expected] * 4

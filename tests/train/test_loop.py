@@ -18,6 +18,7 @@ from shoal.observe.status import RankStatus
 from shoal.plan import Plan
 from shoal.run import Run, read_json_lines
 from shoal.train.loop import train
+from shoal.train.step import Step
 from shoal.world import World
 from tests.ranks import run_ranks
 
@@ -198,3 +199,23 @@ def test_dropout_is_the_same_for_every_number_of_ranks_and_after_a_resume(tmp_pa
     for name in ("four", "stopped"):
         for ours, theirs in zip(losses(tmp_path / name), losses(tmp_path / "one"), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def asked(world: World, folder: str) -> list[bool]:
+    """Which steps of a run are told that another one follows at once."""
+    found: list[bool] = []
+    take = Step.__call__
+
+    def noted(self: Step, *words: Any, ahead: bool = False, **more: Any) -> Any:
+        found.append(ahead)
+        return take(self, *words, ahead=ahead, **more)
+
+    settings = settings_for(Path(folder), Plan(micro_batch=8), train={"steps": 7}, checkpoint={"every": 3})
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Step, "__call__", noted)
+        run(world, settings)
+    return found
+
+
+def test_a_step_is_told_that_another_follows_unless_something_comes_between(tmp_path: Path) -> None:
+    assert run_ranks(1, asked, str(tmp_path)) == [[True, True, False, True, True, False, False]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import shoal.world as world_module
 from shoal.cluster import GIB
 from shoal.plan import Plan
 from shoal.world import (
@@ -282,3 +284,17 @@ def test_gpus_are_known_by_name_and_memory(name: str, gib: float, kind: str) -> 
 
 def test_this_machine_is_a_cluster() -> None:
     assert detect_cluster().num_devices >= 1
+
+
+def test_nccl_does_not_register_what_recordings_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless somebody asks for it: with expandable segments ranks would hang."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(world_module.dist, "init_process_group", lambda *_, **__: None)
+    place, second = Place("test", 0, 1), timedelta(seconds=1)
+    for said, expected in ((None, "0"), ("1", "1")):
+        monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+        if said:
+            monkeypatch.setenv("NCCL_GRAPH_REGISTER", said)
+        store = world_module.dist.HashStore()
+        world_module._init_process_group("nccl", store, place, torch.device("cuda", 0), second)
+        assert os.environ["NCCL_GRAPH_REGISTER"] == expected
