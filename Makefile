@@ -29,6 +29,8 @@ lint: $(DEV_READY)
 	$(PYTHON) -m pyrefly check
 
 .venv/ready: pyproject.toml requirements.lock
+	@echo "installing into .venv, torch too: some minutes the first time"
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
 	python3 -m venv .venv
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint requirements.lock --editable .
 	touch $@

@@ -55,10 +55,14 @@ def check_model(job: Job) -> None:
 def _check_devices(plan: Plan, cluster: Cluster) -> None:
     if plan.world_size != cluster.num_devices:
         raise ValueError(
-            f"the plan is {plan.describe()}: {plan.world_size} ranks, but the cluster has {cluster.num_devices} devices "
+            f"the plan is {plan.describe()}: {plan.world_size} ranks, but the cluster has {_devices(cluster.num_devices)} "
             f"({cluster.describe()}); degrees must multiply to {cluster.num_devices}, such as {_would_work(plan, cluster)}; "
             "plan=auto chooses them"
         )
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'s' * (count != 1)}"
 
 
 def _would_work(plan: Plan, cluster: Cluster) -> str:

@@ -16,7 +16,7 @@ import tomli_w
 from pydantic import BaseModel, Field, ValidationError
 
 from shoal.job import Data, Job, Model, Optimizer, Section, Train
-from shoal.plan import Plan
+from shoal.plan import AXES, Plan
 from shoal.run import CheckpointPolicy, RunPolicy
 
 
@@ -62,11 +62,18 @@ class Settings(Section):
         return parse(tomllib.loads(text), where="job")
 
 
+OF_DEGREES = (
+    *AXES,
+    *("expert", "zero", "schedule", "virtual_stages", "context_by", "shares", "compile", "cuda_graphs"),
+)
+"""keys of a plan that were said or chosen for its degrees"""
+
+
 def load(path: str | Path, overrides: Iterable[str] = ()) -> Settings:
     """Read a job file and apply `key=value` words to it.
 
     A run directory stands for the job file in it, to go on there: `run.dir` is that directory, wherever it was moved, and
-    `run.resume` is true.
+    `run.resume` is true. If a word says a degree of its plan, the others are not kept.
 
     Raises:
         ConfigError: no such file, broken TOML, unknown key, wrong type, impossible value.
@@ -85,7 +92,14 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Settings:
     if folder:
         table["run"] = {**table.get("run", {}), "dir": str(folder), "resume": True}
     words = tuple(overrides)
+    if folder and isinstance(table.get("plan"), dict) and any(map(_is_degree, words)):
+        table["plan"] = {key: value for key, value in table["plan"].items() if key not in OF_DEGREES}
     return parse(apply_overrides(table, words), where=str(path), words=words, before=table)
+
+
+def _is_degree(word: str) -> bool:
+    section, _, key = word.partition("=")[0].strip().partition(".")
+    return section == "plan" and key in (*AXES, "expert")
 
 
 def apply_overrides(table: dict[str, Any], words: Iterable[str]) -> dict[str, Any]:

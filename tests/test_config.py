@@ -409,3 +409,17 @@ def test_the_schema_says_what_every_key_means() -> None:
         assert set(kind["properties"]) == set(keys()[table])
         for key, described in kind["properties"].items():
             assert described.get("description"), f"{table}.{key}"
+
+
+def test_degrees_that_are_said_take_the_place_of_a_runs_own(tmp_path: Path) -> None:
+    """Of the rest of its plan what does not follow from them is kept."""
+    (tmp_path / "job.toml").write_text(
+        '[plan]\nreplicate = 2\nmicro_batch = 4\nrecompute = "full"\nzero = 0\n'
+    )
+    assert load(tmp_path, ["plan.shard=2"]).plan == Plan(shard=2, micro_batch=4, recompute="full")
+    assert load(tmp_path, ["plan.micro_batch=2"]).plan == Plan(
+        replicate=2, micro_batch=2, recompute="full", zero=0
+    )
+    assert load(tmp_path / "job.toml", ["plan.shard=2", "plan.zero=1"]).plan == Plan(
+        replicate=2, shard=2, zero=1, micro_batch=4, recompute="full"
+    )

@@ -39,7 +39,8 @@ def brief(story: Story) -> list[str]:
     saved = story.checkpoints[-1].path if story.checkpoints else "nothing"
     lines.append(f"  saved {saved}; logs of ranks in {story.run.ranks}")
     if story.ending.state in ("stopped", "failed", "gone") and story.job:
-        lines.append(f"  go on: shoal train {shlex.quote(str(story.run.path))}")
+        what = "go on" if story.checkpoints else "nothing was saved, so begin again"
+        lines.append(f"  {what}: shoal train {shlex.quote(str(story.run.path))}")
     return lines
 
 

@@ -304,6 +304,15 @@ OF_GPUS = (OFFLOAD_ACTIVATIONS, OFFLOAD_OPTIMIZER, MORE_DEVICES)
 """advice that helps nothing where ranks share the memory of the host"""
 
 
+def _with_tensor(plan: Plan) -> str:
+    """Words that give half of an axis to tensor."""
+    for axis in ("shard", "replicate", "context", "pipeline"):
+        degree = getattr(plan, axis)
+        if degree % 2 == 0:
+            return f"plan.tensor=2 plan.{axis}={degree // 2}"
+    return "plan.tensor=2 on twice as many devices"
+
+
 def _less_activations(plan: Plan) -> Iterator[str]:
     if plan.micro_batch is None or plan.micro_batch > 1:
         yield "a smaller plan.micro_batch"
@@ -315,13 +324,15 @@ def _less_activations(plan: Plan) -> Iterator[str]:
         )
     if "activations" not in plan.offload:
         yield OFFLOAD_ACTIVATIONS
-    if plan.tensor == 1:
-        yield "plan.tensor=2 or more"
+    if plan.tensor == 1 and plan.world_size > 1:
+        yield _with_tensor(plan)
 
 
 def _less_states(plan: Plan) -> Iterator[str]:
-    if plan.shard == 1 and plan.context == 1:
-        yield "plan.shard above 1, to cut parameters, gradients and the optimizer"
+    if plan.shard == 1 and plan.context == 1 and plan.replicate > 1:
+        yield f"plan.replicate=1 plan.shard={plan.replicate}, to cut parameters, gradients and the optimizer"
+    elif plan.shard == 1 and plan.context == 1:
+        yield f"{MORE_DEVICES} and plan.shard over them, to cut parameters, gradients and the optimizer"
     elif plan.zero_stage < 3:
         yield "plan.zero=3"
     elif plan.replicate > 1:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.checkpoint.folder import list_checkpoints
+from shoal.job import Model
 from shoal.models.build import builder
 from shoal.observe.metrics import GIB, memory_bytes
 from shoal.parallel.initialise import build_on_meta
@@ -30,6 +31,13 @@ def whole_parameters(training: Training) -> int:
     return sum(parameter.numel() for parameter in model.parameters()) if model is not None else 0
 
 
+def _changed(model: Model) -> str:
+    """Dimensions that are said beside a preset; what follows from them is in docs/models.md."""
+    said = {key: getattr(model, key) for key in ("dim", "layers", "heads", "kv_heads", "ffn")}
+    words = [f"{key} {value}" for key, value in said.items() if value is not None]
+    return f" with {', '.join(words)}" if words else ""
+
+
 def introduce(training: Training, done: int) -> None:
     """Say what is about to run, and write it into the run directory."""
     if not training.world.is_main:
@@ -39,7 +47,7 @@ def introduce(training: Training, done: int) -> None:
     count, micro = plan.micro_batches(train.global_batch)
     parameters, vocab = whole_parameters(training), training.datasets.vocab
     say = training.progress.say
-    name = f"{model.family} {model.preset}" if model.preset else model.family
+    name = f"{model.family} {model.preset}{_changed(model)}" if model.preset else model.family
     stored = getattr(core(training.model), "weights_from", None)
     say(
         f"model    {name}: {parameters:,} parameters, {train.precision}"
@@ -117,7 +125,7 @@ def conclude(training: Training, done: int, stopped: bool) -> None:
             f"bad      {len(bad)} {_many(len(bad), 'sample')} could not be read, and data.on_error = "
             f"{training.settings.data.on_error} did without: see events.jsonl"
         )
-    say(f"memory   {' '.join(f'{gib:.2f}' for gib in held)} GiB by rank, at most")
+    say(f"memory   {', '.join(f'{gib:.2f}' for gib in held)} GiB by rank, at most")
     if newest := list_checkpoints(run.checkpoints)[0]:
         say(f"saved    {newest[-1].path}")
     say(f"report   {run.path / 'report.html'}")

@@ -37,7 +37,7 @@ def test_a_run_that_is_done_and_one_that_failed(tmp_path: Path) -> None:
         ("failed", 1, 2),
     ]
     assert told[1]["message"].startswith("rank 0 failed in step 1") and told[1]["checkpoint"] is None
-    assert f"go on: shoal train {bad}" in status(str(bad)).output
+    assert f"nothing was saved, so begin again: shoal train {bad}" in status(str(bad)).output
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -246,6 +246,21 @@ def test_dropout_in_the_way_is_named_by_the_familys_own_entries_and_gone_without
     require_sizes(builder_of(folder, **options)(), plan, 16)
 
 
+@pytest.mark.parametrize(
+    ("file", "instead"), [("", rf"use data\.vocab={VOCAB}"), ("tokenizer.json", "its own tokenizer")]
+)
+def test_a_tokenizer_that_has_too_many_tokens_is_refused_with_what_is_there(
+    tmp_path: Path, file: str, instead: str
+) -> None:
+    from shoal.models.huggingface import builder_of
+
+    (tmp_path / "config.json").write_text((folder_of("llama") / "config.json").read_text())
+    if file:
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(ValueError, match=instead):
+        builder_of(str(tmp_path), vocab=VOCAB + 1)
+
+
 def test_a_vocabulary_that_does_not_divide_stays_whole(tmp_path: Path) -> None:
     folder = toy.folder_of("llama", vocab_size=53)
     alone = toy.run_plainly(toy.plain_model(folder))

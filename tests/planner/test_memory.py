@@ -101,9 +101,15 @@ def test_the_verdict_is_of_the_device_and_not_of_tensors_alone(reserved: int, fi
 
 
 def test_advice_begins_with_what_takes_the_most() -> None:
-    states = judge(memory(79, 79, {Category.OPTIMIZER: 70 * GIB}), Plan(), H100).advice
+    eight = Cluster.parse("8 h100")
+    states = judge(memory(79, 79, {Category.OPTIMIZER: 70 * GIB}), Plan(replicate=8), eight).advice
+    alone = judge(memory(79, 79, {Category.OPTIMIZER: 70 * GIB}), Plan(), H100).advice
     activations = judge(memory(79, 79, {Category.ACTIVATIONS: 70 * GIB}), Plan(), H100).advice
-    assert states[0].startswith("plan.shard above 1") and activations[0] == "a smaller plan.micro_batch"
+    assert (
+        states[0].startswith("plan.replicate=1 plan.shard=8,") and "plan.tensor=2 plan.replicate=4" in states
+    )
+    assert alone[0].startswith("more devices") and not any("tensor" in each for each in alone)
+    assert activations[0] == "a smaller plan.micro_batch"
 
 
 def test_memory_that_the_allocator_wastes_is_named() -> None:

@@ -17,6 +17,7 @@ from shoal.models.huggingface.construct import construct
 from shoal.models.huggingface.weights import StoredWeights
 
 CONFIG = "config.json"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 
 
@@ -63,9 +64,14 @@ def builder_of(name: str, vocab: int | None = None, **options: Any) -> Callable[
             "weights out to train from new ones"
         )
     if vocab is not None and config.vocab_size < vocab:
+        own = any((folder / file).exists() for file in TOKENIZERS)
         raise ValueError(
-            f"the tokenizer has {vocab} tokens and hf:{name} has vocab_size = {config.vocab_size}; use its own tokenizer "
-            f'(data.tokenizer="hf:{name}")'
+            f"the tokenizer has {vocab} tokens and hf:{name} has vocab_size = {config.vocab_size}; use "
+            + (
+                f'its own tokenizer (data.tokenizer="hf:{name}")'
+                if own
+                else f"data.vocab={config.vocab_size}"
+            )
             + ("" if stored else f", or set model.options.config.vocab_size to {vocab}")
         )
     return partial(_build, config, stored, chosen.lora)
