@@ -247,7 +247,7 @@ def test_dropout_in_the_way_is_named_by_the_familys_own_entries_and_gone_without
 
 
 @pytest.mark.parametrize(
-    ("file", "instead"), [("", rf"use data\.vocab={VOCAB}"), ("tokenizer.json", "its own tokenizer")]
+    ("file", "instead"), [("", rf"use data\.vocab={toy.VOCAB}"), ("tokenizer.json", "its own tokenizer")]
 )
 def test_a_tokenizer_that_has_too_many_tokens_is_refused_with_what_is_there(
     tmp_path: Path, file: str, instead: str
@@ -258,7 +258,7 @@ def test_a_tokenizer_that_has_too_many_tokens_is_refused_with_what_is_there(
     if file:
         (tmp_path / file).write_text("{}")
     with pytest.raises(ValueError, match=instead):
-        builder_of(str(tmp_path), vocab=VOCAB + 1)
+        builder_of(str(tmp_path), vocab=toy.VOCAB + 1)
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole(tmp_path: Path) -> None:
