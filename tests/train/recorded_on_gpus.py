@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+import sys
+from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
+from shoal.data.cut import MicroBatch, StepBatch
 from shoal.job import Precision
+from shoal.models.presets import LlamaDims
+from shoal.parallel.apply import parallelize
+from shoal.parallel.shard import reshard
 from shoal.plan import Plan
-from shoal.train.recorded import STEPS_BEFORE
+from shoal.train.nonfinite import find_cause
+from shoal.train.objective import NextToken
+from shoal.train.recorded import STEPS_BEFORE, Graph, Pass, Recorded
+from shoal.train.step import Step
 from shoal.world import World, join_world
-from tests.train.toy import DIMS, run_plan
+from tests.train.toy import BATCH, DIMS, LENGTH, OPTIMIZER, build, global_batch, part_of, whole_weights
 
 BIG = DIMS._replace(dim=512, ffn=1024, vocab=1024, heads=8, kv_heads=4, layers=3)
+STEPS = STEPS_BEFORE + 8
+SHORT, LOOKED_INTO = STEPS_BEFORE + 2, STEPS_BEFORE + 4
+"""a step of other shapes, and one that is looked into as a skipped one is; both amid recorded ones"""
 
 CASES: dict[int, list[tuple[Precision, dict[str, Any]]]] = {
     1: [
@@ -39,31 +53,73 @@ CASES: dict[int, list[tuple[Precision, dict[str, Any]]]] = {
 
 
 def main() -> None:
-    """Every plan of this many GPUs."""
+    """Every plan of this many GPUs, or the first few."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     with join_world() as world:
-        wrong = [
-            text for precision, words in CASES[world.size] if (text := difference(world, precision, words))
-        ]
+        cases = CASES[world.size][: int(sys.argv[1]) if sys.argv[1:] else None]
+        wrong = [text for precision, words in cases if (text := difference(world, precision, words))]
     if wrong:
         raise SystemExit("\n".join(wrong))
 
 
 def difference(world: World, precision: Precision, words: dict[str, Any]) -> str:
     """What differs between a recorded run and one that is not; nothing, if all is well."""
-    plan = Plan.model_validate({"micro_batch": 4, **words})
-    steps, dims = STEPS_BEFORE + 4, BIG
-    launched = run_plan(world, plan, precision, steps=steps, dims=dims)
-    recorded = run_plan(
-        world, plan.model_copy(update={"cuda_graphs": True}), precision, steps=steps, dims=dims
-    )
+    plan = Plan.model_validate({"micro_batch": 2, **words})
+    numbers, weights, none = run(world, plan, precision)
+    found, recorded, replays = run(world, plan.model_copy(update={"cuda_graphs": True}), precision)
     case = f"{precision} {words}"
     if world.is_main:
-        print(case, recorded.losses, flush=True)
-    if recorded.losses != launched.losses:
-        return f"{case}: losses {recorded.losses} against {launched.losses}"
-    names = [n for n, weight in launched.weights.items() if not torch.equal(recorded.weights[n], weight)]
-    return f"{case}: weights of {cast(Any, names)}" if names else ""
+        print(case, replays, found, flush=True)
+    if none or replays != STEPS - 2 * STEPS_BEFORE - 1:
+        return f"{case}: {none} and {replays} replays"
+    if found != numbers:
+        return f"{case}: losses and norms {found} against {numbers}"
+    names = [name for name, weight in weights.items() if not torch.equal(recorded[name], weight)]
+    return f"{case}: weights of {names}" if names else ""
+
+
+Numbers = list[tuple[float, float]]
+
+
+def run(
+    world: World, plan: Plan, precision: Precision, dims: LlamaDims = BIG
+) -> tuple[Numbers, dict[str, Tensor], int]:
+    """Losses and norms, the weights after all steps, and the number of replays."""
+    model = parallelize(partial(build, dims), plan, world, precision=precision, seed=7)
+    usual = BATCH * LENGTH / 2
+    step = Step(
+        model, NextToken(), OPTIMIZER, plan, world, precision=precision, total_steps=STEPS, usual_weight=usual
+    )
+    numbers: Numbers = []
+    replays: list[Graph] = []
+    replay = Recorded._replay
+
+    def noted(self: Recorded, graph: Graph) -> Pass:
+        replays.append(graph)
+        return replay(self, graph)
+
+    with patch.object(Recorded, "_replay", noted):
+        for number in range(STEPS):
+            batch = part_of(global_batch(number), number, plan, world.rank)
+            result = step(shorter(batch) if number == SHORT else batch)
+            numbers.append((result.loss, result.grad_norm))
+            if number == LOOKED_INTO:
+                find_cause(step, result, lambda micro: [micro.first])
+            elif number % 2:
+                with torch.no_grad():
+                    data = step._bring(batch.micro_batches[0]).data
+                    NextToken().forward(model, data)
+    reshard(model)
+    return numbers, whole_weights(model), len(replays)
+
+
+def shorter(batch: StepBatch) -> StepBatch:
+    """The same with the first half of each sequence."""
+    cut = [
+        MicroBatch({k: v[:, : LENGTH // 2] for k, v in micro.data.items()}, micro.first, micro.samples)
+        for micro in batch.micro_batches
+    ]
+    return StepBatch(batch.step, tuple(cut))
 
 
 if __name__ == "__main__":

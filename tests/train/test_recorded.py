@@ -31,7 +31,8 @@ from shoal.train.recorded import OTHERS, STEPS_BEFORE, Brought, Graph, Pass, Rec
 from shoal.train.step import Step
 from shoal.world import World, join_world
 from tests.ranks import run_ranks
-from tests.train.toy import OPTIMIZER, STEPS, Record, build, global_batch, part_of, run_plan
+from tests.train.recorded_on_gpus import run
+from tests.train.toy import DIMS, OPTIMIZER, STEPS, Record, build, global_batch, part_of, run_plan
 
 
 class StandIn:
@@ -410,6 +411,23 @@ def test_plans_that_cannot_be_recorded_are_refused(keys: dict[str, Any], why: st
     with pytest.raises(ValueError, match=why):
         Plan.model_validate({**keys, "cuda_graphs": True})
     assert not Plan.model_validate({**keys, "cuda_graphs": False}).cuda_graphs
+
+
+def interrupted(world: World) -> tuple[Any, Any, int]:
+    """What GPUs are asked below, by the stand-in."""
+    plan = Plan(shard=2, zero=2, micro_batch=4)
+    numbers, weights, _ = run(world, plan, "bf16", DIMS)
+    with on_a_cpu(), patch.object(torch.cuda, "empty_cache", lambda: None):
+        found, recorded_weights, replays = run(
+            world, plan.model_copy(update={"cuda_graphs": True}), "bf16", DIMS
+        )
+    same = all(torch.equal(recorded_weights[name], weight) for name, weight in weights.items())
+    return numbers, found if same else None, replays
+
+
+def test_other_steps_evaluations_and_looks_into_steps_between_replays_change_nothing() -> None:
+    for numbers, found, replays in run_ranks(2, interrupted):
+        assert found == numbers and replays == 5
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
