@@ -34,7 +34,7 @@ def cast_into(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         if target.dtype != source.dtype and target.numel() >= LEAST and _has_kernel(target, source):
             from shoal.parallel.sums_kernel import launch_sum
 
-            launch_sum(source, source, target, 0)
+            launch_sum(source, source, target, 0, BLOCK)
         else:
             rest.append((target, source))
     if rest:
@@ -56,7 +56,7 @@ def sum_parts(first: Tensor, others: Tensor, total: Tensor, squares: Tensor) -> 
     if _has_kernel(total, first):
         from shoal.parallel.sums_kernel import launch_sum
 
-        launch_sum(first, others, total, others.numel() // total.numel(), squares)
+        launch_sum(first, others, total, others.numel() // total.numel(), BLOCK, squares)
         return
     if is_simulated():  # one kernel reads it all; in fact torch would add in 16 bits, or make a copy
         torch.sum(others.view(-1, total.numel()), 0, dtype=total.dtype, out=total)

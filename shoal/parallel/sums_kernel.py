@@ -7,18 +7,21 @@ import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch import Tensor
 
-from shoal.parallel.sums import BLOCK
-
 
 def launch_sum(
-    first: Tensor, others: Tensor, target: Tensor, rows: int, squares: Tensor | None = None
+    first: Tensor,
+    others: Tensor,
+    target: Tensor,
+    rows: int,
+    block: int,
+    squares: Tensor | None = None,
 ) -> None:
     """`target` (n,) becomes `first` (n,) and the rows of `others` (rows * n,), added in fp32 and then in its own type.
 
-    `squares` (ceil(n / BLOCK),) becomes the sums of squares of each block of what was added, in fp32.
+    `squares` (ceil(n / block),) becomes the sums of squares of each block of what was added, in fp32.
     """
     count = target.numel()
-    _sum_rows[(triton.cdiv(count, BLOCK),)](
+    _sum_rows[(triton.cdiv(count, block),)](
         first,
         others,
         target,
@@ -26,7 +29,7 @@ def launch_sum(
         count,
         rows=rows,
         adds=squares is not None,
-        block=BLOCK,
+        block=block,
         num_warps=8,
     )
 
