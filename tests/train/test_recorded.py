@@ -342,10 +342,9 @@ def test_random_numbers_are_refused(world: World, monkeypatch: pytest.MonkeyPatc
     owner = Recorded(Work(*[lambda *_: ()] * 5), [], world)  # pyrefly: ignore[bad-argument-type]
     generator = SimpleNamespace(get_offset=lambda: offset)
     monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
-    torch.default_generator.manual_seed(3)
     if not offset:
         owner._require_no_draws()
-        torch.rand(1)  # as layers are dropped by some
+        return
     with pytest.raises(ValueError, match="random numbers of this model"):
         owner._require_no_draws()
 
