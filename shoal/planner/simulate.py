@@ -28,7 +28,7 @@ from shoal.job import Optimizer, Precision
 from shoal.models.units import find_units
 from shoal.parallel.apply import parallelize
 from shoal.parallel.replicate import core
-from shoal.parallel.shard import sharded_parameters
+from shoal.parallel.shard import parameter_groups, sharded_parameters
 from shoal.parallel.spread import spread_of
 from shoal.plan import Plan
 from shoal.planner.buckets import SimulatedCopies
@@ -187,6 +187,7 @@ def take_steps(work: Work, plan: Plan, world: SimulatedWorld, steps: int) -> Non
         total_steps=max(steps, work.optimizer.warmup + work.optimizer.decay + 1),
         on_phase=_phases(model, world.tape),
     )
+    step.on_micro_batch = lambda _: _tell_partial_sums(model, world.tape)
     for index in range(steps):
         step(work.batch(plan, world.rank, index))
         tell_state(step, world.tape)
@@ -246,6 +247,13 @@ def _tell_gathered(module: FSDPModule, tape: Tape, names: dict[nn.Module, str]) 
         name = "" if owner is None else f"{owner}.{parameter._module_info.param_name}".lstrip(".")
         for gathered in getattr(parameter, "all_gather_outputs", None) or ():
             tape.tell(gathered, "gathered", name)
+
+
+def _tell_partial_sums(model: nn.Module, tape: Tape) -> None:
+    """Gradients that ranks with other copies have not summed yet are no parameter's while micro-batches add to them."""
+    for module in core(model).modules():
+        for group in parameter_groups(module) if isinstance(module, FSDPModule) else ():
+            tape.tell(group._partial_reduce_output, "gradients")
 
 
 def tell_state(step: Step, tape: Tape) -> None:

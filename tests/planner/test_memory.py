@@ -47,6 +47,20 @@ def test_gradients_are_told_where_they_are_the_most(trace: Trace) -> None:
     assert gradients == 4 * PARAMETERS
 
 
+def test_sums_of_micro_batches_that_copies_have_not_summed_yet_are_gradients() -> None:
+    plan = Plan(replicate=2, shard=2, zero=2, micro_batch=1, compile=False)
+    hybrid = simulate(work(), plan, Cluster.parse("2x2 h100"))
+    summed = [
+        each
+        for each in hybrid.storages
+        if each.began.phase == "backward"
+        and each.ended
+        and each.ended.phase == "backward"
+        and category_of(each) is Category.GRADIENTS
+    ]
+    assert summed and sum(each.nbytes for each in summed) >= 4 * PARAMETERS // 2
+
+
 def test_a_gpus_peak_holds_a_workspace_and_a_cpus_does_not(trace: Trace) -> None:
     on_cpu = simulate(work(), Plan(), Cluster.parse("1 cpu"))
     assert Category.WORKSPACE in memory_of(trace, Plan(), "cuda").peak.by_category
