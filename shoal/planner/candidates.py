@@ -251,7 +251,12 @@ def _sharding_s(plan: Plan, base: Base, settings: Settings, costs: Costs, count:
         gathers = 2 * count if plan.zero_stage == 3 else 1
         reductions = 1 if plan.zero_stage == 1 or plan.pipeline > 1 else count
         found += gathers * costs.collective("all_gather", narrow * held, near)
-        found += reductions * costs.collective("reduce_scatter", 4 * held, near)
+        # as shoal.parallel.exchange sends them
+        in_16_bits = narrow == 2 and not costs.between_nodes(near) and (plan.zero_stage > 1 or count == 1)
+        if in_16_bits and plan.pipeline == 1:
+            found += reductions * costs.collective("all_to_all", narrow * held, near)
+        else:
+            found += reductions * costs.collective("reduce_scatter", 4 * held, near)
     if plan.replicate > 1:
         found += costs.collective("all_reduce", 4 * held / plan.cut, _ranks(plan, "replicate"))
     return found

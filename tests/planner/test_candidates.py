@@ -59,6 +59,21 @@ def test_experts_are_shared_where_there_are_some() -> None:
     assert all(plan.expert == 1 for plan in plans("8 h100"))
 
 
+def test_gradients_of_16_bits_are_guessed_to_be_exchanged_within_a_host() -> None:
+    """Where sharding is what a step waits for: little to compute."""
+    base = BASE_8B._replace(compute_s=1e-3)
+
+    def step_s(on: str, shard: int, precision: str) -> float:
+        cluster = Cluster.parse(on)
+        plan = Plan(shard=shard, zero=2, micro_batch=1)
+        settings = job(train={"precision": precision, "global_batch": shard})
+        return guess(plan, base, settings, costs_of(cluster)).step_s
+
+    near, far = step_s("8 h100", 8, "bf16"), step_s("2x8 h100", 16, "bf16")
+    assert near < 0.65 * step_s("8 h100", 8, "fp32")
+    assert far > 1.5 * near
+
+
 def test_small_llamas_are_recorded_where_a_run_would_record_them() -> None:
     small, large = job(model={"preset": "433m"}), job()
     base = BASE_8B._replace(parameters=433_000_000)
