@@ -1,18 +1,18 @@
 """`Plan`: how to spread a job over ranks. It never changes the numbers.
 
 A plan is a product of mesh axes. Rank order is row-major over `AXES`, so that the last axes, which talk most,
-stay inside a node. Frozen, validated data that imports no torch.
+stay inside a node. Frozen, validated data that imports neither torch nor the rest of shoal.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-
-from shoal.numerals import ordinal, runs_text
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """Mesh axes in rank order, the slowest link first. `expert` re-uses ranks of shard, context and tensor: see `sharing`."""
@@ -421,3 +421,20 @@ def effective(keys: dict[str, Any]) -> dict[str, Any]:
         for key, value in keys.items()
         if (key not in _IDLE_WITHOUT or keys.get(_IDLE_WITHOUT[key], 1) > 1) and (key != "zero" or cuts)
     }
+
+
+def runs_text(numbers: Sequence[int]) -> str:
+    """Numbers with equal ones in a row together.
+
+    Example:
+        >>> runs_text([3, 3, 1, 2])
+        '3x2,1,2'
+    """
+    runs = [(number, len(list(same))) for number, same in groupby(numbers)]
+    return ",".join(f"{number}x{times}" if times > 1 else str(number) for number, times in runs)
+
+
+def ordinal(number: int) -> str:
+    """2nd, 3rd, 11th."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.config import Settings
-from shoal.numerals import runs_text
-from shoal.plan import AXES, Plan, effective
+from shoal.plan import AXES, Plan, effective, runs_text
 
 MOST_COUNTS = 4  # numbers of devices that are shown: each is as many simulations as there are strategies
 DEGREES = (*AXES, "expert")

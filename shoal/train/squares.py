@@ -41,10 +41,13 @@ class Squares:
         """The sum; `known` is what was found on the way, or nothing."""
         total = torch.zeros((), dtype=self._kind, device=self._world.device)
         counted: set[str] = set()
+        found: list[Tensor] = []
         for squares, (exchange, names) in zip(known, self._exchanges, strict=bool(known)):
             if squares is not None and not any(map(_is_changed_later, exchange.parameters())):
-                total += squares
+                found.append(squares)
                 counted |= names
+        if found:
+            total += torch.stack(found).sum()
         rest = {name: gradient for name, gradient in gradients.items() if name not in counted}
         for copies in sorted({self._copies[name] for name in rest}):
             parts = [gradient for name, gradient in rest.items() if self._copies[name] == copies]

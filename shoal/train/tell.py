@@ -13,11 +13,10 @@ from torch import nn
 from shoal.checkpoint.folder import list_checkpoints
 from shoal.job import Model
 from shoal.models.build import builder
-from shoal.numerals import runs_text
 from shoal.observe.metrics import GIB, memory_bytes
 from shoal.parallel.initialise import build_on_meta
 from shoal.parallel.replicate import core
-from shoal.plan import Plan
+from shoal.plan import Plan, runs_text
 from shoal.run import CheckpointPolicy, read_json_lines, write_whole
 from shoal.train.bad import bad_events
 from shoal.train.setup import Training

@@ -222,7 +222,7 @@ def test_mistakes_are_told_before_anything_is_read(tmp_path: Path) -> None:
     assert "no *.safetensors" in refusal({"weights": True}, bare)
     assert "config.json" in refusal({}, tmp_path / "nowhere")
     assert "model.options.config.hiden_size" in refusal({"config": {"hiden_size": 3}}, bare)
-    assert "data.tokenizer" in refusal({"vocab": 1000}, bare)
+    assert "use data.vocab=" in refusal({"vocab": 1000}, bare)
     assert "model.options.lora" in refusal({"lora": {"rank": 4}}, bare)
     assert "no weights for model.layers.4" in refusal({"config": {"num_hidden_layers": 5}}, stored)
 

@@ -83,8 +83,8 @@ def update_skipped() -> Iterator[None]:
     """One rank keeps its part of the weights as it is."""
     real = LocalOptimizer.step
 
-    def step(self: LocalOptimizer, lr: float, divide_by: Tensor, skip: Tensor) -> None:
-        real(self, lr, divide_by, torch.ones_like(skip) if dist.get_rank() == 1 else skip)
+    def step(self: LocalOptimizer, lr: float, divide_by: Tensor, skip: Tensor, **more: Any) -> None:
+        real(self, lr, divide_by, torch.ones_like(skip) if dist.get_rank() == 1 else skip, **more)
 
     with patch.object(LocalOptimizer, "step", step):
         yield
