@@ -115,7 +115,8 @@ def check_early(settings: Settings, cluster: Cluster) -> None:
     if plan is not None and plan.says_degrees:
         check(settings.job, plan, cluster)
     else:
-        _with_parts(Plan(replicate=cluster.num_devices), plan)
+        axis = "shard" if plan and plan.cuda_graphs else "replicate"  # copies are not recorded
+        _with_parts(Plan.model_validate({axis: cluster.num_devices}), plan)
         require_even(settings.train, cluster)
         check_model(settings.job)
 
