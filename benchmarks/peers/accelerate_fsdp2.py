@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.peers import hugging_face
 from benchmarks.peers.known import PEERS
-from benchmarks.peers.measure import MicroBatch, adamw, measure, read_arguments, recomputes
+from benchmarks.peers.measure import MicroBatch, adamw, kept_gathered, measure, read_arguments, recomputes
 
 STATE_BYTES = 16  # a parameter: fp32 master, gradient and two moments, all cut
 
@@ -21,7 +21,7 @@ def main() -> None:
         mixed_precision="bf16",
         fsdp_plugin=FullyShardedDataParallelPlugin(
             fsdp_version=2,
-            reshard_after_forward=True,
+            reshard_after_forward=peer.options["reshard"] == "default",
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
             cpu_ram_efficient_loading=False,
@@ -44,7 +44,7 @@ def main() -> None:
         optimizer.zero_grad()
         return loss
 
-    measure(train, peer, says="full recompute" if again else "no recompute")
+    measure(train, peer, says=("full recompute" if again else "no recompute") + kept_gathered(peer))
 
 
 if __name__ == "__main__":

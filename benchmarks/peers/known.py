@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 RECOMPUTE = ("auto", "none", "full")
+RESHARD = (
+    "default",
+    "never",
+)  # whether FSDP frees parameters after forward, or keeps them gathered for backward
 EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -30,7 +34,11 @@ PEERS = {
         "torchtitan's Llama, FSDP2, compiled, its own optimizer and loss",
         ("torchtitan", "torchdata", "datasets", "tyro"),
         EXPANDABLE,
-        options={"recompute": ("auto", "none", "selective", "full"), "float8": ("false", "true")},
+        options={
+            "recompute": ("auto", "none", "selective", "full"),
+            "reshard": RESHARD,
+            "float8": ("false", "true"),
+        },
     ),
     "accelerate": Known(
         "benchmarks.peers.accelerate_fsdp2",
@@ -38,7 +46,7 @@ PEERS = {
         ("transformers", "accelerate"),
         EXPANDABLE,
         needs_gpu=True,  # Accelerate refuses FSDP on a CPU
-        options={"recompute": RECOMPUTE},
+        options={"recompute": RECOMPUTE, "reshard": RESHARD},
     ),
     "deepspeed": Known(
         "benchmarks.peers.deepspeed_zero",

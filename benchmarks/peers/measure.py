@@ -86,6 +86,11 @@ def recomputes(peer: Peer, state_bytes: float, kept: float = 1.0) -> bool:
     return said == "full" or (said == "auto" and not fits(peer, state_bytes, kept))
 
 
+def kept_gathered(peer: Peer) -> str:
+    """What a row says of the option."""
+    return ", parameters kept gathered" if peer.options["reshard"] == "never" else ""
+
+
 def fits(peer: Peer, state_bytes: float, kept: float = 1.0) -> bool:
     """Whether states and what forward keeps fit into 85 % of this GPU; more makes its allocator slow.
 

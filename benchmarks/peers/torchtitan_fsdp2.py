@@ -20,7 +20,7 @@ from torchtitan.tools.utils import GarbageCollection  # pyrefly: ignore[missing-
 
 from benchmarks.peers.known import PEERS
 from benchmarks.peers.mapping import torchtitan_value
-from benchmarks.peers.measure import MicroBatch, Peer, fits, join, measure, read_arguments
+from benchmarks.peers.measure import MicroBatch, Peer, fits, join, kept_gathered, measure, read_arguments
 from benchmarks.peers.weights import fill
 
 STATE_BYTES = 16  # a parameter: fp32 master, gradient and two moments, all cut
@@ -67,7 +67,7 @@ def main() -> None:
 
     mode = config.activation_checkpoint.mode
     says = f"{mode.replace('none', 'no')} recompute"
-    says += ", float8" if config.model.converters else ""
+    says += kept_gathered(peer) + (", float8" if config.model.converters else "")
     measure(train, peer, says=says + (", head not tied" if peer.setting.dims.tied else ""))
 
 
@@ -80,6 +80,7 @@ def config_of(peer: Peer) -> JobConfig:
     config.training.mixed_precision_param = "bfloat16" if job.train.precision == "bf16" else "float32"
     config.compile.enable = peer.on_gpu
     config.activation_checkpoint.mode = recompute(peer)
+    config.parallelism.fsdp_reshard_after_forward = peer.options["reshard"]
     config.optimizer.lr, config.optimizer.eps = job.optimizer.lr, job.optimizer.eps
     config.optimizer.beta1, config.optimizer.beta2 = job.optimizer.betas
     config.optimizer.weight_decay = job.optimizer.weight_decay

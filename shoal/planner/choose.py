@@ -18,7 +18,7 @@ from shoal.job import NARROW, Train
 from shoal.plan import AXES, MOST_RECORDED, Plan
 
 SMALL = 500e6  # parameters; below, many small collectives that the host launches cost more than the update of the whole
-RECORDED = 0.0  # parameters below which steps are recorded with nothing said: none, until the last form has run on GPUs
+RECORDED = 2e9  # parameters; above, the host is ahead of any GPU
 STATE_SHARE = 0.45  # of a device's memory; the rest is for activations and the allocator
 KEPT_SHARE = 0.76  # of what one sample is estimated to leave for backward: so much `shoal plan` has of 8B, 8,192 tokens, compiled
 ROOMY_SHARE = 0.9  # of memory, for what is held and kept; the rest is for the allocator

@@ -25,6 +25,7 @@ from tests.train.toy import BATCH, DIMS, LENGTH, OPTIMIZER, build, global_batch,
 
 BIG = DIMS._replace(dim=512, ffn=1024, vocab=1024, heads=8, kv_heads=4, layers=3)
 STEPS = STEPS_BEFORE + 8
+SHORT_LENGTH = 8  # the ring of two cuts it into four
 SHORT, LOOKED_INTO = STEPS_BEFORE + 2, STEPS_BEFORE + 4
 """a step of other shapes, and one that is looked into as a skipped one is; both amid recorded ones"""
 
@@ -55,6 +56,8 @@ CASES: dict[int, list[tuple[Precision, dict[str, Any]]]] = {
 def main() -> None:
     """Every plan of this many GPUs, or the first few."""
     torch.use_deterministic_algorithms(True, warn_only=True)
+    # one kernel for all lengths, which the shorter step would bring, has other bits than the one that was recorded
+    torch._dynamo.config.automatic_dynamic_shapes = False
     with join_world() as world:
         cases = CASES[world.size][: int(sys.argv[1]) if sys.argv[1:] else None]
         wrong = [text for precision, words in cases if (text := difference(world, precision, words))]
@@ -70,7 +73,10 @@ def difference(world: World, precision: Precision, words: dict[str, Any]) -> str
     case = f"{precision} {words}"
     if world.is_main:
         print(case, replays, found, flush=True)
-    if none or replays != STEPS - 2 * STEPS_BEFORE - 1:
+    forgotten = (
+        0 if precision == "fp16" else STEPS_BEFORE
+    )  # under a loss scale a skipped step is not looked into
+    if none or replays != STEPS - STEPS_BEFORE - 1 - forgotten:
         return f"{case}: {none} and {replays} replays"
     if found != numbers:
         return f"{case}: losses and norms {found} against {numbers}"
@@ -85,6 +91,7 @@ def run(
     world: World, plan: Plan, precision: Precision, dims: LlamaDims = BIG
 ) -> tuple[Numbers, dict[str, Tensor], int]:
     """Losses and norms, the weights after all steps, and the number of replays."""
+    torch.compiler.reset()  # or it falls back to no compilation after 8 plans
     model = parallelize(partial(build, dims), plan, world, precision=precision, seed=7)
     usual = BATCH * LENGTH / 2
     step = Step(
@@ -114,9 +121,9 @@ def run(
 
 
 def shorter(batch: StepBatch) -> StepBatch:
-    """The same with the first half of each sequence."""
+    """The same with the beginning of each sequence."""
     cut = [
-        MicroBatch({k: v[:, : LENGTH // 2] for k, v in micro.data.items()}, micro.first, micro.samples)
+        MicroBatch({k: v[:, :SHORT_LENGTH] for k, v in micro.data.items()}, micro.first, micro.samples)
         for micro in batch.micro_batches
     ]
     return StepBatch(batch.step, tuple(cut))
