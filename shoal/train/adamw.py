@@ -61,9 +61,14 @@ class Tables:
         table = self._tables.get(number)
         if table is None or table[0] != addresses:
             aligned = not any(tensor.data_ptr() % ALIGNED for row in rows for tensor in row[:4])
-            where = torch.tensor(addresses).to(device).view(-1, 5)
+            where = _on_device(addresses, device).view(-1, 5)
             table = self._tables[number] = addresses, Table(where, blocks[1], aligned)
         return table[1]
+
+
+def _on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Without waiting for a GPU."""
+    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def blocks_of(sizes: Sequence[int], block: int, device: torch.device) -> Blocks:
