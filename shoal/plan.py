@@ -103,12 +103,12 @@ class Plan(BaseModel):
     compile: bool | Literal["model"] | None = Field(
         None,
         description='torch.compile each block, or with "model" the whole as one graph, which needs a plan of copies alone; left '
-        "out: blocks, on GPUs, where the schedule allows it; copies of a small Llama as one graph",
+        "out: blocks, on GPUs, where the schedule allows it; copies of a small Llama that is not recorded as one graph",
     )
     cuda_graphs: bool | None = Field(
         None,
         description="record the forward and backward of a step on GPUs of one host, and launch it as one CUDA graph later; "
-        "left out: not",
+        "left out: for a Llama below 2 billion parameters under a plan that cuts over all of them",
     )
     offload: tuple[Offloaded, ...] = Field(
         (),

@@ -4,9 +4,9 @@ Models are cut over the GPUs of a node, so that each updates only its part: at 1
 tokens/s/GPU where copies ran 51,200 (benchmarks/results/step_1b_4xh100.md). Parameters are cut too (ZeRO-3) when they do not fit
 otherwise. Between nodes, whose links are slow, copies are kept.
 
-A step of a small model waits for the host, which launches thousands of kernels: small models are copied, and those that are known
-to do the same in every step are compiled as one graph. Recorded and cut, 433M parameters on 2 H200s run 131,800 tokens/s/GPU
-(benchmarks/results/recorded_2xh200.json); that is chosen below `RECORDED`.
+A step of a small model waits for the host, which launches thousands of kernels. Where the model is known to do the same in every
+step, it is recorded: at 433M parameters on 2 H200s that runs 135,300 tokens/s/GPU (benchmarks/results/best_peers_2xh200.json).
+Small models that are not known so, or on several nodes, are copied, and the known ones compiled as one graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.job import NARROW, Train
 from shoal.plan import AXES, MOST_RECORDED, Plan
 
 SMALL = 500e6  # parameters; below, many small collectives that the host launches cost more than the update of the whole
-RECORDED = 2e9  # parameters; above, the host is ahead of any GPU
+RECORDED = 2e9  # parameters; above, the host is ahead of any GPU (1.24B gains in float8 or on slow hosts, else nothing)
 STATE_SHARE = 0.45  # of a device's memory; the rest is for activations and the allocator
 KEPT_SHARE = 0.76  # of what one sample is estimated to leave for backward: so much `shoal plan` has of 8B, 8,192 tokens, compiled
 ROOMY_SHARE = 0.9  # of memory, for what is held and kept; the rest is for the allocator

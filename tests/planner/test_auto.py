@@ -98,7 +98,8 @@ def test_only_what_is_left_open_on_gpus_is_searched_for(
 
 
 @pytest.mark.parametrize(
-    "answer", [Answer(Plan(shard=8, micro_batch=2), "fast"), Answer(None, "it cannot be built")]
+    "answer",
+    [Answer(Plan(shard=8, micro_batch=2, cuda_graphs=True), "fast"), Answer(None, "it cannot be built")],
 )
 def test_a_run_takes_the_answer_or_the_rules_and_says_which(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Answer

@@ -74,8 +74,7 @@ def test_gradients_of_16_bits_are_guessed_to_be_exchanged_within_a_host() -> Non
     assert far > 1.5 * near
 
 
-def test_small_llamas_are_recorded_where_a_run_would_record_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.planner.choose.RECORDED", 2e9)
+def test_small_llamas_are_recorded_where_a_run_would_record_them() -> None:
     small, large = job(model={"preset": "433m"}), job()
     base = BASE_8B._replace(parameters=433_000_000)
     found = list(with_few_launches(small, Cluster.parse("8 h100"), base))

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-import shoal.planner.choose as choose_module
 from shoal.check import check
 from shoal.cluster import DEVICES, GIB, Cluster
 from shoal.job import Job, Model, Train
@@ -159,14 +158,9 @@ def test_steps_that_would_wait_for_the_host_are_one_graph_unless_compile_is_said
         ("8 mi300x", 4e8, {"shard": 8}, None),
     ],
 )
-def test_steps_that_would_wait_for_the_host_are_recorded_below_a_bound(
-    cluster: str,
-    parameters: float,
-    keys: dict[str, Any],
-    expected: bool | None,
-    monkeypatch: pytest.MonkeyPatch,
+def test_steps_that_would_wait_for_the_host_are_recorded(
+    cluster: str, parameters: float, keys: dict[str, Any], expected: bool | None
 ) -> None:
-    monkeypatch.setattr(choose_module, "RECORDED", 2e9)
     work = Workload(int(parameters), 0, steady=True)
     assert with_graphs(Plan.model_validate(keys), work, Cluster.parse(cluster), 16).cuda_graphs == expected
 
@@ -179,10 +173,7 @@ def test_steps_that_would_wait_for_the_host_are_recorded_below_a_bound(
         ("2x8 h100", "replicate 16, compiled as a whole"),
     ],
 )
-def test_small_models_that_can_be_recorded_are_cut_too(
-    cluster: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(choose_module, "RECORDED", 2e9)
+def test_small_models_that_can_be_recorded_are_cut_too(cluster: str, expected: str) -> None:
     train = Train(global_batch=16, precision="bf16")
     plan = choose_plan(train, Workload(433_000_000, 0, steady=True), Cluster.parse(cluster))
     assert plan.model_copy(update={"micro_batch": None}).describe() == expected
@@ -221,10 +212,7 @@ def test_a_batch_that_cannot_be_dealt_out_names_the_nearest_that_can(batch: int,
         (Plan(micro_batch=1), 8 * (MOST_RECORDED + 1)),
     ],
 )
-def test_small_models_whose_parts_cannot_be_recorded_are_copied(
-    said: Plan, batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(choose_module, "RECORDED", 2e9)
+def test_small_models_whose_parts_cannot_be_recorded_are_copied(said: Plan, batch: int) -> None:
     train, work = Train(global_batch=batch, precision="bf16"), Workload(433_000_000, 0, steady=True)
     chosen = choose_degrees(train, work, Cluster.parse("8 h100"), said=said)
     assert chosen.replicate == 8
