@@ -35,7 +35,7 @@ def simulate_extended(
     kept += (total - kept) % period
     if total <= kept:
         return simulate(work, plan, cluster, rank, boundary=boundary)
-    shallow = simulate(work._replace(build=_shortened(work.build, kept)), plan, cluster, rank)
+    shallow = simulate(work._replace(build=shortened(work.build, kept)), plan, cluster, rank)
     try:
         return extend(shallow, kept, total, period)
     except NotPeriodicError:
@@ -50,7 +50,7 @@ def _repeats(plan: Plan) -> bool:
 
 def shallowest(work: Work) -> Work:
     """The same with the fewest blocks that are still known as blocks, where they are alike."""
-    return work._replace(build=_shortened(work.build, 2)) if alike_blocks(work) > 2 else work
+    return work._replace(build=shortened(work.build, 2)) if alike_blocks(work) > 2 else work
 
 
 def alike_blocks(work: Work, *, numbered: bool = True) -> int:
@@ -86,7 +86,7 @@ def _signature(unit: Unit, numbered: bool) -> list[Any]:
     return found
 
 
-def _shortened(build: Callable[[], nn.Module], kept: int) -> Callable[[], nn.Module]:
+def shortened(build: Callable[[], nn.Module], kept: int) -> Callable[[], nn.Module]:
     """A builder of the model with its first blocks alone; it is built outside of the simulated world, which takes less time."""
 
     def shorter() -> nn.Module:

@@ -1,52 +1,113 @@
-"""Pipelines, of which not everything is simulated: micro-batches that are alike are played from the record of one, and ranks with
-like stages from the record of one rank.
+"""Pipelines, of which not everything is simulated: micro-batches that are alike are played from the record of one, ranks with
+like stages from the record of one rank, and of stages with many blocks that are alike only a few are there, and repeated after.
 
 What a schedule does between its stages' parts (messages, buffers, the order) is torch's own code, which runs for each rank. What
 is played is what a stage does in one part, such as forward of a micro-batch. The first micro-batch of each step is simulated:
 memory is taken in it. From the second of the first step all others are played, but for the last of later steps, which is
-simulated and shows whether they are like it. Where a record does not fit, all is simulated.
+simulated and shows whether they are like it. Where a record does not fit, or does not repeat, all is simulated.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+import shoal.parallel.stages
 from shoal.cluster import Cluster
+from shoal.parallel.apply import parallelize
 from shoal.parallel.pipeline import Pipeline, Stage
+from shoal.parallel.spread import spread_of
 from shoal.parallel.stages import stages_of_rank
 from shoal.plan import Plan
-from shoal.planner.extend import alike_blocks
+from shoal.planner.extend import alike_blocks, shortened
 from shoal.planner.fake_device import replace
 from shoal.planner.record import MODEL, Moved, NotAlikeError, Player, Record, Recorder, take_received
+from shoal.planner.repeat import NotPeriodicError, extend
 from shoal.planner.simulate import STEPS, SimulatedWorld, Work, simulated_world, take_steps
 from shoal.planner.stages import Boundary, Part, stages_work
 from shoal.planner.trace import Trace
 from shoal.planner.work import is_played
 
 Kind = tuple[tuple[int, ...], ...]
+Traces = dict[int, Trace]
+"""of the first rank of each place in the pipeline, by its number"""
+
+KEPT = 6  # blocks of a stage
 
 
 def simulate_stages(
     work: Work, plan: Plan, cluster: Cluster, boundary: Boundary, *, micro_batches: int, steps: int = STEPS
-) -> dict[int, Trace]:
-    """As `simulate` of the first rank of each place in the pipeline, by its number.
+) -> Traces:
+    """As `simulate` of the first rank of each place in the pipeline.
 
     Args:
         micro_batches: of a step; of those that `work` leaves out there is only the memory in which they are received.
     """
     ranks = range(0, plan.world_size, plan.world_size // plan.pipeline)
+    short = _short(work, plan, cluster, boundary)
+
+    def records(job: Work) -> Traces:
+        return _by_records(job, plan, cluster, boundary, ranks, micro_batches, steps)
+
+    def wholes(job: Work) -> Traces:
+        return {rank: _whole(job, plan, cluster, rank, boundary, micro_batches, steps) for rank in ranks}
+
     if is_played(plan) and len(work.batch(plan, 0, 0).micro_batches) > MODEL + 2:
-        try:
-            return _by_records(work, plan, cluster, boundary, ranks, micro_batches, steps)
-        except NotAlikeError:
-            pass
-    return {rank: _whole(work, plan, cluster, rank, boundary, micro_batches, steps) for rank in ranks}
+        with suppress(NotAlikeError):
+            return _shorter_first(records, work, short)
+    return _shorter_first(wholes, work, short)
+
+
+class Short(NamedTuple):
+    """A model whose stages have fewer blocks."""
+
+    work: Work
+    stages: list[range]
+    """their blocks"""
+    whole: list[range]
+    """those of the stages that are asked for"""
+
+    def extended(self, traces: Traces) -> Traces:
+        """As if all blocks had been there.
+
+        Raises:
+            NotPeriodicError: they do not repeat.
+        """
+        return {
+            rank: extend(trace, len(few), len(many), first=few.start, first_now=many.start)
+            for (rank, trace), few, many in zip(traces.items(), self.stages, self.whole, strict=True)
+        }
+
+
+def _shorter_first(simulated: Callable[[Work], Traces], work: Work, short: Short | None) -> Traces:
+    if short is not None:
+        with suppress(NotPeriodicError), ExitStack() as undo:
+            # by their size they might be cut elsewhere
+            replace(undo, shoal.parallel.stages, "split_blocks", lambda *_, **__: short.stages)
+            return short.extended(simulated(short.work))
+    return simulated(work)
+
+
+def _short(work: Work, plan: Plan, cluster: Cluster, boundary: Boundary) -> Short | None:
+    """None where there would be as many blocks, or they are had otherwise than one by one, or a rank has several stages."""
+    by_blocks = plan.stages_per_rank == 1 and plan.recompute_every == 1
+    by_blocks &= not {"optimizer", "parameters"} & set(plan.offload)
+    if not by_blocks or alike_blocks(work, numbered=False) <= KEPT * plan.stages:
+        return None
+    with simulated_world(cluster, 0, plan.world_size, boundary=boundary) as world:
+        pipeline = spread_of(parallelize(work.build, plan, world, precision=work.precision)).pipeline
+    if pipeline is None:
+        return None
+    few, end = list[range](), 0
+    for stage in pipeline.ranges:
+        few.append(range(end, end + min(KEPT, len(stage))))
+        end = few[-1].stop
+    return Short(work._replace(build=shortened(work.build, end)), few, pipeline.ranges)
 
 
 def _whole(

@@ -33,20 +33,25 @@ class Run(NamedTuple):
     """their indices in the trace"""
 
 
-def extend(trace: Trace, kept: int, total: int, period: int = 1) -> Trace:
+def extend(
+    trace: Trace, kept: int, total: int, period: int = 1, *, first: int = 0, first_now: int = 0
+) -> Trace:
     """The record of `total` blocks from that of `kept`, whose middle `period` blocks are repeated.
+
+    Args:
+        first: the number of the first block. first_now: in the longer record.
 
     Raises:
         NotPeriodicError: the middle blocks do not do what their neighbours do.
     """
-    return _Extension(trace, kept, total - kept, period).made()
+    return _Extension(trace, kept, total - kept, period, (first, first_now)).made()
 
 
 class _Extension:
-    def __init__(self, trace: Trace, kept: int, copies: int, period: int) -> None:
+    def __init__(self, trace: Trace, kept: int, copies: int, period: int, firsts: tuple[int, int]) -> None:
         self._trace, self._kept, self._copies, self._period = trace, kept, copies, period
-        self._last = kept // 2 + period - 1  # of those that are repeated
-        self._names = _Names(trace, kept)
+        self._last = kept // 2 + period - 1 if copies else kept  # of those that are repeated
+        self._names = _Names(trace, kept, *firsts)
         self._runs = self._cut()
         self._units: dict[int | Launch, int] = {}
         """of storages (by number) and launches: the block in which they began"""
@@ -97,13 +102,20 @@ class _Extension:
         return found
 
     def _ascends(self, index: int) -> bool:
-        """Whether the next block that does something in this pass is the next one in the model."""
+        """Whether the next block that does something in this pass is the next one in the model.
+
+        Where a block only lets go of memory, another may do so before its neighbour: in which order does not matter then.
+        """
         for run in self._runs[index + 1 :]:
             if run.unit not in (NONE, self._last):
-                if abs(run.unit - self._last) != 1:
+                if abs(run.unit - self._last) != 1 and not self._lets_go(self._runs[index]):
                     break
                 return run.unit > self._last
         raise NotPeriodicError
+
+    def _lets_go(self, run: Run) -> bool:
+        events = (self._trace.events[index] for index in run.events)
+        return all(isinstance(event, int) and event < 0 for event in events)
 
     def _cut(self) -> list[Run]:
         runs: list[Run] = []
@@ -181,16 +193,20 @@ class _Extension:
 
 
 class _Names:
-    """Blocks by name and by place."""
+    """Blocks by name and by place.
 
-    def __init__(self, trace: Trace, kept: int) -> None:
-        self._trace = trace
+    Args:
+        first: the number of the first one. first_now: the one that it gets.
+    """
+
+    def __init__(self, trace: Trace, kept: int, first: int = 0, first_now: int = 0) -> None:
+        self._trace, self._first_now = trace, first_now
         units = {moment.unit for moment in trace.moments if moment.unit}
         prefixes = {unit.rpartition(".")[0] for unit in units}
         if len(prefixes) != 1:
             raise NotPeriodicError
         self._prefix = prefixes.pop()
-        self._places = {f"{self._prefix}.{place}": place for place in range(kept)}
+        self._places = {f"{self._prefix}.{first + place}": place for place in range(kept)}
         if not units <= set(self._places):
             raise NotPeriodicError
         self._made_in: dict[int, int] = {}
@@ -208,7 +224,10 @@ class _Names:
             return unit if unit != NONE else self._owner(event.name)
         number = event if event >= 0 else ~event
         if unit == NONE:
-            unit = self._owner(self._trace.storages[number].name)
+            storage = self._trace.storages[number]
+            unit = self._owner(storage.name)
+            if event >= 0 and unit == NONE and not storage.nbytes and storage.ended is not None:
+                unit = self.at(storage.ended.unit)  # stands for what the block will have
         if event >= 0:
             self._made_in[number] = unit
         return unit if unit != NONE else self._made_in[number]
@@ -224,7 +243,7 @@ class _Names:
         place = self.at(moment.unit)
         if place == NONE:
             return moment
-        return moment._replace(unit=f"{self._prefix}.{places[place]}")
+        return moment._replace(unit=f"{self._prefix}.{self._first_now + places[place]}")
 
     def renamed_parameter(self, name: str, places: list[int]) -> str:
         """The parameter of the block that this one's is, as `places` say."""
@@ -232,4 +251,4 @@ class _Names:
         if owner == NONE:
             return name
         rest = name[len(self._prefix) + 1 :].partition(".")[2]
-        return f"{self._prefix}.{places[owner]}.{rest}"
+        return f"{self._prefix}.{self._first_now + places[owner]}.{rest}"

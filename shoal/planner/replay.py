@@ -354,6 +354,7 @@ class _Lanes:
         if first is None:
             return sum(span.end_s - span.begin_s for span in work) / recorded
         starts = [span for span in work if (span.name, span.phase) == (first.name, "forward")]
+        starts = starts[:recorded]  # not what sends a stage's gradients, after all of them
         backward = next((span for span in work if span.phase == "backward"), None)
         if len(starts) > 2 and backward is not None and backward.begin_s < starts[1].begin_s:
             return starts[2].begin_s - starts[1].begin_s

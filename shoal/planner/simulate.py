@@ -199,6 +199,8 @@ def watch(model: nn.Module, tape: Tape, *, units: bool = True) -> None:
     for name, block in _blocks(model) if units else ():
         block.register_forward_pre_hook(_entering(tape, name), prepend=True)
         block.register_forward_hook(_leaving(tape), always_call=True)
+        if spread_of(model).pipeline is not None and isinstance(block, FSDPModule):
+            _send_as(name, block, tape)
     _tell_model(model, tape)
 
 
@@ -209,6 +211,22 @@ def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         return [(unit.name, unit.module) for unit in find_units(core(model))]
     mine = {block for stage in pipeline.stages for block in stage.blocks}
     return [(name, module) for name, module in core(model).named_modules() if module in mine]
+
+
+def _send_as(name: str, block: FSDPModule, tape: Tape) -> None:
+    """Gradients are sent after all backwards, outside of any block: say whose they are."""
+
+    def sends(send: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*unused: Any) -> Any:
+            tape.enter_unit(name)
+            result = send(*unused)
+            tape.enter_unit("")
+            return result
+
+        return run
+
+    for group in parameter_groups(block):
+        group.post_backward = sends(group.post_backward)
 
 
 def _entering(tape: Tape, name: str) -> Callable[..., None]:

@@ -18,13 +18,15 @@ from shoal.plan import Plan
 from shoal.planner import pipelines
 from shoal.planner.cost import costs_of
 from shoal.planner.launch import Launch
-from shoal.planner.pipelines import simulate_stages
+from shoal.planner.pipelines import KEPT, simulate_stages
+from shoal.planner.repeat import extend
 from shoal.planner.replay import replay
 from shoal.planner.simulate import Work, boundary_of, simulate
 from shoal.planner.trace import Trace
 from shoal.train.objective import NextToken
 from shoal.train.optimizer import AdamW
 from tests.planner.real import DIMS, LENGTH, MOE
+from tests.planner.test_extend import facts
 
 MICRO_BATCHES = 4  # the first, the second, one that is played from it, and the last
 
@@ -120,6 +122,36 @@ def test_played_ranks_and_micro_batches_are_as_if_they_had_been_simulated(
         assert told(found[rank]) == told(trace), f"rank {rank}"
     # of four places the first and the last are of their own, of two both are
     assert (counted.recorded, counted.played) == ((3, 1) if plan.pipeline == 4 else (2, 0))
+
+
+@pytest.mark.parametrize(
+    ("keys", "count"),
+    [({"shard": 2, "compile": True}, 8), ({"schedule": "gpipe", "recompute": "full"}, MICRO_BATCHES)],
+    ids=str,
+)
+def test_stages_of_many_blocks_are_those_of_few_with_more_of_them(
+    keys: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, job = (
+        Plan.model_validate({"pipeline": 2, "compile": False, **keys}),
+        work(partial(blocks, 15), count),
+    )
+    extended: list[tuple[int, int]] = []
+    monkeypatch.setattr(pipelines, "extend", partial(noted, extended))
+    short = played(job, plan, count)
+    assert extended == [(KEPT, 8), (KEPT, 7)]  # the head counts as a block
+    monkeypatch.setattr(pipelines, "_short", lambda *_: None)
+    whole, cluster = played(job, plan, count), Cluster.parse(f"{plan.world_size} h100")
+    found, expected = (replay(each, costs_of(cluster), count) for each in (short, whole))
+    assert [facts(short[rank], plan) for rank in whole] == [facts(trace, plan) for trace in whole.values()]
+    assert found.seconds == pytest.approx(expected.seconds, rel=1e-6)
+    assert found.per_micro_batch_s == pytest.approx(expected.per_micro_batch_s, rel=1e-6)
+
+
+def noted(extended: list[tuple[int, int]], trace: Trace, kept: int, total: int, **firsts: int) -> Trace:
+    made = extend(trace, kept, total, **firsts)
+    extended.append((kept, total))
+    return made
 
 
 def test_micro_batches_that_are_left_out_have_their_memory() -> None:
