@@ -124,18 +124,9 @@ def test_played_ranks_and_micro_batches_are_as_if_they_had_been_simulated(
     assert (counted.recorded, counted.played) == ((3, 1) if plan.pipeline == 4 else (2, 0))
 
 
-@pytest.mark.parametrize(
-    ("keys", "count"),
-    [({"shard": 2, "compile": True}, 8), ({"schedule": "gpipe", "recompute": "full"}, MICRO_BATCHES)],
-    ids=str,
-)
-def test_stages_of_many_blocks_are_those_of_few_with_more_of_them(
-    keys: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, job = (
-        Plan.model_validate({"pipeline": 2, "compile": False, **keys}),
-        work(partial(blocks, 15), count),
-    )
+def test_stages_of_many_blocks_are_those_of_few_with_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, count = Plan(pipeline=2, shard=2, compile=True), 8
+    job = work(partial(blocks, 15), count)
     extended: list[tuple[int, int]] = []
     monkeypatch.setattr(pipelines, "extend", partial(noted, extended))
     short = played(job, plan, count)
