@@ -104,17 +104,24 @@ class _Extension:
     def _ascends(self, index: int) -> bool:
         """Whether the next block that does something in this pass is the next one in the model.
 
-        Where a block only lets go of memory, another may do so before its neighbour: in which order does not matter then.
+        Where blocks only let go of memory, another may do so before a neighbour: in which order does not matter then.
         """
         for run in self._runs[index + 1 :]:
             if run.unit not in (NONE, self._last):
-                if abs(run.unit - self._last) != 1 and not self._lets_go(self._runs[index]):
+                if abs(run.unit - self._last) != 1 and not self._only_lets_go(index):
                     break
                 return run.unit > self._last
         raise NotPeriodicError
 
-    def _lets_go(self, run: Run) -> bool:
-        events = (self._trace.events[index] for index in run.events)
+    def _only_lets_go(self, index: int) -> bool:
+        """Whether nothing else happens from one neighbour's run to the next one's, between which this one is."""
+        near = (self._last - 1, self._last + 1)
+        begin, end = index, index
+        while begin and self._runs[begin].unit not in near:
+            begin -= 1
+        while end < len(self._runs) - 1 and self._runs[end].unit not in near:
+            end += 1
+        events = (self._trace.events[at] for run in self._runs[begin : end + 1] for at in run.events)
         return all(isinstance(event, int) and event < 0 for event in events)
 
     def _cut(self) -> list[Run]:
