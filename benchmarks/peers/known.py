@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 RECOMPUTE = ("auto", "none", "full")
-RESHARD = (
-    "default",
-    "never",
-)  # whether FSDP frees parameters after forward, or keeps them gathered for backward
+RESHARD = ("default", "never")
+"""whether FSDP frees parameters after forward, or keeps them gathered for backward"""
 EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 

@@ -73,9 +73,8 @@ def difference(world: World, precision: Precision, words: dict[str, Any]) -> str
     case = f"{precision} {words}"
     if world.is_main:
         print(case, replays, found, flush=True)
-    forgotten = (
-        0 if precision == "fp16" else STEPS_BEFORE
-    )  # under a loss scale a skipped step is not looked into
+    # under a loss scale a skipped step is not looked into
+    forgotten = 0 if precision == "fp16" else STEPS_BEFORE
     if none or replays != STEPS - STEPS_BEFORE - 1 - forgotten:
         return f"{case}: {none} and {replays} replays"
     if found != numbers:
