@@ -110,6 +110,11 @@ class Plan(BaseModel):
         description="record the forward and backward of a step on GPUs of one host, and launch it as one CUDA graph later; "
         "left out: for a Llama below 2 billion parameters under a plan that cuts over all of them",
     )
+    copy_engines: bool | None = Field(
+        None,
+        description="gather sharded parameters and send their gradients by copy engines of NVIDIA GPUs, not by kernels of NCCL; "
+        "left out: where all ranks that cut the model are on one host and read each other's memory at 100 GB/s (NVLink)",
+    )
     offload: tuple[Offloaded, ...] = Field(
         (),
         strict=False,  # TOML has lists

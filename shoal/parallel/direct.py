@@ -22,18 +22,22 @@ from torch.distributed.fsdp import FSDPModule
 
 from shoal.parallel.exchange import Exchange, gather_many
 from shoal.parallel.gather8 import narrow_weight_of
+from shoal.parallel.peers import Peers, find_peers
 from shoal.parallel.shard import parameter_groups, parameters_of
 from shoal.parallel.sums import cast_into
 from shoal.world import World
 
 
-def send_directly(roots: Iterable[nn.Module], world: World) -> list[Exchange]:
+def send_directly(
+    roots: Iterable[nn.Module], world: World, copy_engines: bool | None = None
+) -> list[Exchange]:
     """Let the sharded modules in `roots` send without copies, in place; returns what sends gradients. Collective.
 
     A unit that has a parameter cut along a later dim than the first is gathered as `fully_shard` does it.
     """
     sending: list[Exchange] = []
     hosts: dict[dist.ProcessGroup, bool] = {}
+    peers: dict[dist.ProcessGroup, tuple[Peers, Peers] | tuple[None, None]] = {}
     found = [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
     for module in dict.fromkeys(found):  # in one order on all ranks
         for group in parameter_groups(module):
@@ -42,12 +46,14 @@ def send_directly(roots: Iterable[nn.Module], world: World) -> list[Exchange]:
                 continue
             if ranks not in hosts:
                 hosts[ranks] = world.is_one_host(ranks)
+                peers[ranks] = find_peers(ranks, world, copy_engines) or (None, None)
+            gathers, exchanges = peers[ranks]
             of_masters_type = group.mp_policy.param_dtype in (None, group.mp_policy.reduce_dtype)
             if hosts[ranks] or of_masters_type:
-                sending.append(Exchange(ranks.size(), partial(parameters_of, group)))
+                sending.append(Exchange(ranks.size(), partial(parameters_of, group), exchanges))
                 module.set_custom_reduce_scatter(cast(Any, sending[-1]))
             if all(parameter.fsdp_placement.dim == 0 for parameter in group.fsdp_params):
-                Gather(group)
+                Gather(group, gathers)
     return sending
 
 
@@ -90,10 +96,11 @@ class Gather:
 
     Args:
         group: torch's FSDPParamGroup. For what is read of it there are no public names.
+        peers: whose memory is read, where that can be.
     """
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, group: Any, peers: Peers | None = None) -> None:
+        self._group, self._peers = group, peers
         self._torchs = group.unshard, group.wait_for_unshard, group.finalize_backward
         self._outputs: list[Tensor] = []
         self._places: list[Tensor] = []
@@ -154,7 +161,10 @@ class Gather:
         parts = [part for of_one in sent for part in of_one]
         with handle.stream(stream), _without_versions(self._outputs):
             _fill(self._places, parts)
-            gather_many(self._outputs, self._places, group._all_gather_process_group)
+            if self._peers is not None:
+                self._peers.gather(self._outputs, self._places)
+            else:
+                gather_many(self._outputs, self._places, group._all_gather_process_group)
             return stream.record_event()
 
     def _allocate(self, sent: Sequence[Sequence[Sent]]) -> None:

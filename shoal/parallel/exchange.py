@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
+from shoal.parallel.peers import Peers
 from shoal.parallel.sums import blocks_of, sum_parts
 
 
@@ -72,10 +73,13 @@ class Exchange:
     Args:
         ranks: over which parameters are cut.
         parameters: gives those whose gradients it sends.
+        peers: into whose memory gradients of 16 bits are written, where that can be.
     """
 
-    def __init__(self, ranks: int, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
-        self._ranks, self.parameters = ranks, parameters
+    def __init__(
+        self, ranks: int, parameters: Callable[[], Sequence[nn.Parameter]], peers: Peers | None = None
+    ) -> None:
+        self._ranks, self.parameters, self._peers = ranks, parameters, peers
         self.wants_squares = False
         """somebody takes them: see `take_squares`"""
         self._squares: list[Tensor | None] = []
@@ -106,6 +110,8 @@ class Exchange:
         if whole[0].dtype == output_tensor.dtype:
             _scatter_many(parts, whole, group)
             squares = None
+        elif self._peers is not None:
+            squares = self._peers.sum_parts(parts, whole)
         else:
             squares = _exchange(parts, whole, group)
         if self.wants_squares:
