@@ -73,7 +73,7 @@ def parallelize(
         shard_experts(spread.experts, plan, world.expert_mesh(plan), types)
     for root in () if plan.only_copies else spread.roots or (built,):
         apply_shard(root, units, plan, mesh, types, cast_unit_inputs=cast_unit_inputs)
-    exchanges = send_directly((built, *(spread.roots or ())), world, plan.copy_engines)
+    exchanges = send_directly((built, *(spread.roots or ())), plan, world)
     init_parameter = initialiser_of(built)
     if is_meta(built):
         masters = masters_device(plan, world.device)

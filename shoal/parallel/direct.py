@@ -3,7 +3,12 @@
 To gather a unit by one collective, `fully_shard` casts its parameters, copies them into one buffer and out of it again when it is
 gathered; gradients are copied into another one, in fp32: a tenth of an 8B step on two H200s (benchmarks/notes.md).
 Here a rank's part is cast into its own place within the gathered parameter, and one launch gathers all of a unit's in place.
-Gradients: see `exchange`. Numbers are those of `fully_shard`.
+Gradients: see `exchange`. Between GPUs that reach each other's memory nothing is launched: see `peers`. Numbers are those of
+`fully_shard`.
+
+[Note: filled places] Where parameters are kept gathered in shared memory, an update can write what a rank sends of them next into
+its place as well: then nothing is cast when that is gathered. It holds for one gather, and for weights that nobody writes in
+between: `Step` is told so (`ahead`).
 
 Source: torch's FSDP2 (`foreach_all_gather` and its copies, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
 """
@@ -22,22 +27,22 @@ from torch.distributed.fsdp import FSDPModule
 
 from shoal.parallel.exchange import Exchange, gather_many
 from shoal.parallel.gather8 import narrow_weight_of
-from shoal.parallel.peers import Peers, find_peers
+from shoal.parallel.peers import Peers, Shared
+from shoal.parallel.reach import find_peers
 from shoal.parallel.shard import parameter_groups, parameters_of
 from shoal.parallel.sums import cast_into
+from shoal.plan import Plan
 from shoal.world import World
 
 
-def send_directly(
-    roots: Iterable[nn.Module], world: World, copy_engines: bool | None = None
-) -> list[Exchange]:
+def send_directly(roots: Iterable[nn.Module], plan: Plan, world: World) -> list[Exchange]:
     """Let the sharded modules in `roots` send without copies, in place; returns what sends gradients. Collective.
 
     A unit that has a parameter cut along a later dim than the first is gathered as `fully_shard` does it.
     """
     sending: list[Exchange] = []
     hosts: dict[dist.ProcessGroup, bool] = {}
-    peers: dict[dist.ProcessGroup, tuple[Peers, Peers] | tuple[None, None]] = {}
+    peers: dict[dist.ProcessGroup, Peers | None] = {}
     found = [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
     for module in dict.fromkeys(found):  # in one order on all ranks
         for group in parameter_groups(module):
@@ -46,14 +51,13 @@ def send_directly(
                 continue
             if ranks not in hosts:
                 hosts[ranks] = world.is_one_host(ranks)
-                peers[ranks] = find_peers(ranks, world, copy_engines) or (None, None)
-            gathers, exchanges = peers[ranks]
+                peers[ranks] = find_peers(ranks, world, plan.copy_engines)
             of_masters_type = group.mp_policy.param_dtype in (None, group.mp_policy.reduce_dtype)
             if hosts[ranks] or of_masters_type:
-                sending.append(Exchange(ranks.size(), partial(parameters_of, group), exchanges))
+                sending.append(Exchange(ranks.size(), partial(parameters_of, group), peers[ranks]))
                 module.set_custom_reduce_scatter(cast(Any, sending[-1]))
             if all(parameter.fsdp_placement.dim == 0 for parameter in group.fsdp_params):
-                Gather(group, gathers)
+                Gather(group, peers[ranks], kept=plan.zero_stage in (1, 2))
     return sending
 
 
@@ -68,6 +72,18 @@ def gathered_first(model: nn.Module) -> set[nn.Parameter]:
     if not direct or any(_has_own_way(parameter) for group in groups for parameter in group.fsdp_params):
         return set()
     return {parameter for group in groups for parameter in parameters_of(group)}
+
+
+def gathers_of(model: nn.Module) -> list[Gather]:
+    """What gathers the units of a model in place, in one order on all ranks."""
+    groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in parameter_groups(m)]
+    found = [getattr(group.unshard, "__self__", None) for group in groups]
+    return [gather for gather in found if isinstance(gather, Gather)]
+
+
+def shared_bytes(model: nn.Module) -> int:
+    """Memory of gathered parameters that torch's allocator does not know of."""
+    return sum(gather.shared.nbytes for gather in gathers_of(model) if gather.shared is not None)
 
 
 def gather_ahead(model: nn.Module) -> None:
@@ -97,10 +113,15 @@ class Gather:
     Args:
         group: torch's FSDPParamGroup. For what is read of it there are no public names.
         peers: whose memory is read, where that can be.
+        kept: gathered parameters stay from a forward to its backward, so that they may as well have memory of their own.
     """
 
-    def __init__(self, group: Any, peers: Peers | None = None) -> None:
-        self._group, self._peers = group, peers
+    def __init__(self, group: Any, peers: Peers | None = None, *, kept: bool = False) -> None:
+        self._group, self._peers, self._keeps = group, peers, kept and peers is not None
+        self.shared: Shared | None = None
+        """what has the gathered parameters, where they have memory of their own; from the first gather on"""
+        self.filled = False
+        """this rank's places have what is to be gathered next"""
         self._torchs = group.unshard, group.wait_for_unshard, group.finalize_backward
         self._outputs: list[Tensor] = []
         self._places: list[Tensor] = []
@@ -160,16 +181,46 @@ class Gather:
         stream.wait_stream(current)
         parts = [part for of_one in sent for part in of_one]
         with handle.stream(stream), _without_versions(self._outputs):
-            _fill(self._places, parts)
-            if self._peers is not None:
-                self._peers.gather(self._outputs, self._places)
+            if self.shared is not None:
+                if not self.filled:
+                    self.shared.wait_to_write()
+                    _fill(self._places, parts)
+                self.filled = False
+                self.shared.gather()
             else:
-                gather_many(self._outputs, self._places, group._all_gather_process_group)
+                _fill(self._places, parts)
+                self._exchange()
             return stream.record_event()
+
+    def _exchange(self) -> None:
+        if self._peers is not None:
+            self._peers.gather(self._outputs, self._places)
+        else:
+            gather_many(self._outputs, self._places, self._group._all_gather_process_group)
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Have this rank's places filled, by the current stream, which comes after earlier gathers. Collective."""
+        if self.shared is None or self.filled:
+            return
+        _, stream = self._group.comm_ctx.get_all_gather_streams(False, self._group._training_state)
+        self._group.device_handle.current_stream().wait_stream(stream)
+        self.shared.wait_to_write()
+        with _without_versions(self._outputs):
+            _fill(self._places, [part for p in self._group.fsdp_params for part in _what_to_send(p)])
+        self.filled = True
+
+    def places(self) -> dict[nn.Parameter, Tensor]:
+        """Where an update may write this rank's part of each parameter; nothing where parts are not sent as they lie."""
+        if self.shared is None or any(map(_has_own_way, self._group.fsdp_params)):
+            return {}
+        return dict(zip(parameters_of(self._group), self._places, strict=True))
 
     def _allocate(self, sent: Sequence[Sequence[Sent]]) -> None:
         """Memory of gathered parameters, whose tensors are made once."""
         group, ranks = self._group, self._group._all_gather_process_group
+        if self._keeps and self.shared is None:
+            self._share(sent)
         for parameter, parts in zip(group.fsdp_params, sent, strict=True):
             if not parameter.all_gather_outputs:
                 sizes, kinds = [part.numel for part in parts], [part.kind for part in parts]
@@ -183,6 +234,23 @@ class Gather:
                 tensor.narrow(0, numel * ranks.rank(), numel)
                 for tensor, numel in zip(outputs, numels, strict=True)
             ]
+
+    def _share(self, sent: Sequence[Sequence[Sent]]) -> None:
+        """Give gathered parameters memory that other ranks read, and that stays: freed and taken again, it would move."""
+        parameters, peers = self._group.fsdp_params, self._peers
+        if peers is None or any(parameter.all_gather_outputs for parameter in parameters):
+            self._keeps = False  # torch gathered first, asynchronously
+            return
+        parts = [part for of_one in sent for part in of_one]
+        self.shared = peers.share([part.numel for part in parts], [part.kind for part in parts])
+        tensors = iter(self.shared.tensors)
+        for parameter, of_one in zip(parameters, sent, strict=True):
+            parameter.all_gather_outputs = [next(tensors) for _ in of_one]
+            parameter.free_unsharded_param = _keep
+
+
+def _keep() -> None:
+    """In place of what frees."""
 
 
 class Sent(NamedTuple):

@@ -184,6 +184,9 @@ def reshard(model: nn.Module) -> None:
             for group in parameter_groups(module):
                 if group._all_gather_result is not None:  # for a forward that did not come
                     group.finalize_backward()
+                gather: Any = group.unshard.__self__
+                if gather is not group:  # see `direct`: weights may be written now
+                    gather.filled = False
             module.reshard()
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and parameter.device.type != parameter.device_mesh.device_type:

@@ -10,7 +10,7 @@ Source: Loshchilov and Hutter 2019 (decoupled weight decay, arXiv:1711.05101).
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -38,9 +38,11 @@ class Table(NamedTuple):
     """Where the tensors of one group of parameters lie, for a kernel."""
 
     addresses: Tensor
-    """(parts, 5) on the device: of parameter, gradient, both moments and number of the update"""
+    """(parts, 6) on the device: of parameter, gradient, both moments, number of the update, and of its place or 0"""
     blocks: Blocks
     aligned: bool
+    kind: torch.dtype | None
+    """of places, if there are any"""
 
 
 class Tables:
@@ -50,19 +52,31 @@ class Tables:
         self._blocks: dict[int, tuple[list[int], Blocks]] = {}
         self._tables: dict[int, tuple[list[int], Table]] = {}
 
-    def of(self, number: int, rows: Sequence[tuple[Tensor, ...]]) -> Table:
-        """The table of group `number`: of each part the parameter, its gradient, both moments and the number of the update."""
+    def of(
+        self, number: int, rows: Sequence[tuple[Tensor, ...]], places: Sequence[Tensor | None] = ()
+    ) -> Table:
+        """The table of group `number`: of each part the parameter, its gradient, both moments and the number of the update.
+
+        Args:
+            places: of each part where it is written in 16 bits, too, if anywhere; all of one type.
+        """
         device, sizes = rows[0][0].device, [row[0].numel() for row in rows]
-        addresses = [tensor.data_ptr() for row in rows for tensor in row]
+        there = places or [None] * len(rows)
+        addresses = [
+            0 if tensor is None else tensor.data_ptr()
+            for row, place in zip(rows, there, strict=True)
+            for tensor in (*row, place)
+        ]
         blocks = self._blocks.get(number)
         if blocks is None or blocks[0] != sizes:
             blocks = self._blocks[number] = sizes, blocks_of(sizes, BLOCK, device)
             self._tables.pop(number, None)
         table = self._tables.get(number)
         if table is None or table[0] != addresses:
-            aligned = not any(tensor.data_ptr() % ALIGNED for row in rows for tensor in row[:4])
-            where = _on_device(addresses, device).view(-1, 5)
-            table = self._tables[number] = addresses, Table(where, blocks[1], aligned)
+            aligned = not any(address % ALIGNED for at, address in enumerate(addresses) if at % 6 != 4)
+            where = _on_device(addresses, device).view(-1, 6)
+            kind = next((place.dtype for place in there if place is not None), None)
+            table = self._tables[number] = addresses, Table(where, blocks[1], aligned, kind)
         return table[1]
 
 
@@ -99,11 +113,18 @@ def takes(optimizer: torch.optim.Optimizer) -> bool:
 
 
 @torch.no_grad()
-def update(optimizer: torch.optim.Optimizer, tables: Tables, divide_by: Tensor, skip: Tensor) -> None:
+def update(
+    optimizer: torch.optim.Optimizer,
+    tables: Tables,
+    divide_by: Tensor,
+    skip: Tensor,
+    places: Mapping[Tensor, Tensor] | None = None,
+) -> None:
     """Update all parts that have a gradient, or nothing where `skip` is 1; no wait for the device.
 
     Args:
         divide_by: what gradients are to be divided by. skip: one element, 0 or 1; both fp32.
+        places: of parts, where they are written in 16 bits, too, if they are updated; (n,), all of one type.
     """
     from shoal.train.adamw_kernel import launch
 
@@ -119,7 +140,8 @@ def update(optimizer: torch.optim.Optimizer, tables: Tables, divide_by: Tensor, 
             (part, part.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
             for part, state in zip(parts, states, strict=True)
         ]
-        launch(tables.of(number, rows), group, divide_by, skip, BLOCK)
+        there = [places.get(part) for part in parts] if places else []
+        launch(tables.of(number, rows, there), group, divide_by, skip, BLOCK)
 
 
 def _state_of(optimizer: torch.optim.Optimizer, part: Tensor) -> dict[str, Any]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch import Tensor
+
+KINDS = {None: None, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""of places, as triton has them"""
 
 
 def launch(table: Any, group: dict[str, Any], divide_by: Tensor, skip: Tensor, block: int) -> None:
@@ -33,6 +37,7 @@ def launch(table: Any, group: dict[str, Any], divide_by: Tensor, skip: Tensor, b
         log1=math.log(beta1) if beta1 else -1e9,
         log2=math.log(beta2) if beta2 else -1e9,
         aligned=table.aligned,
+        kind=KINDS[table.kind],
         block=block,
         num_warps=8,
     )
@@ -54,21 +59,22 @@ def _adamw(  # noqa: ANN202
     log1: tl.constexpr,
     log2: tl.constexpr,
     aligned: tl.constexpr,
+    kind: tl.constexpr,
     block: tl.constexpr,
 ):
     number = tl.program_id(0)
     owner = tl.load(owners + number)
     at = (number - tl.load(begins + owner)) * block + tl.arange(0, block)  # int64, as `begins` is
     inside = (at < tl.load(sizes + owner)) & (tl.load(skip) == 0.0)
-    row = addresses + owner * 5
-    kind: tl.constexpr = tl.pointer_type(tl.float32)
-    parameters, gradients = tl.load(row).to(kind), tl.load(row + 1).to(kind)
-    firsts_of, seconds_of = tl.load(row + 2).to(kind), tl.load(row + 3).to(kind)
+    row = addresses + owner * 6
+    whole: tl.constexpr = tl.pointer_type(tl.float32)
+    parameters, gradients = tl.load(row).to(whole), tl.load(row + 1).to(whole)
+    firsts_of, seconds_of = tl.load(row + 2).to(whole), tl.load(row + 3).to(whole)
     if aligned:
         parameters, gradients = tl.multiple_of(parameters, 16), tl.multiple_of(gradients, 16)
         firsts_of, seconds_of = tl.multiple_of(firsts_of, 16), tl.multiple_of(seconds_of, 16)
     # in fp64: 1 - 0.999 has 3 digits less than 0.999
-    count = tl.load(tl.load(row + 4).to(kind)).to(tl.float64)  # of this update, from 1 on
+    count = tl.load(tl.load(row + 4).to(whole)).to(tl.float64)  # of this update, from 1 on
     rate = (lr / (1.0 - tl.exp(count * log1))).to(tl.float32)
     root = (1.0 / tl.sqrt(1.0 - tl.exp(count * log2))).to(tl.float32)
     gradient = tl.load(gradients + at, mask=inside, other=0.0) / tl.load(divide_by)
@@ -82,3 +88,9 @@ def _adamw(  # noqa: ANN202
     tl.store(firsts_of + at, first, mask=inside)
     tl.store(seconds_of + at, second, mask=inside)
     tl.store(parameters + at, parameter, mask=inside)
+    if kind is not None:
+        address = tl.load(row + 5)
+        places = address.to(tl.pointer_type(kind))
+        if aligned:
+            places = tl.multiple_of(places, 16)
+        tl.store(places + at, parameter.to(kind), mask=inside & (address != 0))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.job import Optimizer
+from shoal.parallel.sums import cast_into
 from shoal.train.adamw import Tables, takes
 from shoal.train.adamw import update as update_adamw
 
@@ -43,6 +44,7 @@ def update(
     divide_by: Tensor,
     skip: Tensor,
     tables: Tables | None = None,
+    places: Mapping[Tensor, Tensor] | None = None,
 ) -> None:
     """Update with gradients divided by `divide_by`, or do nothing where `skip` is 1; no wait for the device.
 
@@ -50,6 +52,7 @@ def update(
 
     Args:
         tables: kept from one update to the next: updates are then by a kernel of ours where there is one (see `adamw`).
+        places: of parts, where they are written in 16 bits, too; (n,), all of one type.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -58,8 +61,11 @@ def update(
                 part.grad = part.grad / divide_by if part.grad is not None else None
     scale = torch.ones_like(divide_by) if divide_by.dtype == torch.float64 else divide_by
     if tables is not None and takes(optimizer):
-        update_adamw(optimizer, tables, scale.float(), skip.float())
+        update_adamw(optimizer, tables, scale.float(), skip.float(), places)
         return
     optimizer.grad_scale = scale.float()  # pyrefly: ignore[missing-attribute]
     optimizer.found_inf = skip.float()  # pyrefly: ignore[missing-attribute]
     optimizer.step()
+    if places:
+        mine = [part for group in optimizer.param_groups for part in group["params"] if part in places]
+        cast_into([places[part] for part in mine], [part.detach().view(-1) for part in mine])

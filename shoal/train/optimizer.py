@@ -126,18 +126,25 @@ class LocalOptimizer:
         skip: Tensor,
         *,
         after_first: Callable[[], None] | None = None,
+        places: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Update with gradients divided by `divide_by`, or do nothing where `skip` is 1; no wait for the device.
 
         Args:
             after_first: called when all updates of `first` are on their way to the device.
+            places: where local parts, one-dimensional, are written in 16 bits, too, if `fills_places`.
         """
         if isinstance(self._update, AtOnce):
-            self._update.step(lr, divide_by, skip, after_first)
+            self._update.step(lr, divide_by, skip, after_first, places or {})
         else:
             self._update.step(lr, divide_by, skip)
         for part in self._locals.values():
             part.grad = None
+
+    @property
+    def fills_places(self) -> bool:
+        """Whether an update can write what it updates into other places as well."""
+        return isinstance(self._update, AtOnce)
 
     def rebind(self) -> None:
         """Follow local parts that moved: the first forward of a sharded model may lay them out anew."""
@@ -190,11 +197,19 @@ class AtOnce:
                 self.state_of(name)
 
     def step(
-        self, lr: float, divide_by: Tensor, skip: Tensor, after_first: Callable[[], None] | None = None
+        self,
+        lr: float,
+        divide_by: Tensor,
+        skip: Tensor,
+        after_first: Callable[[], None] | None,
+        places: Mapping[str, Tensor],
     ) -> None:
         """As `fused.update`, of the gradients that parts have."""
+        of_parts: dict[Tensor, Tensor] = {
+            self._parts[name]: place[: self._parts[name].numel()] for name, place in places.items()
+        }
         for number, (optimizer, tables) in enumerate(self._updates):
-            update(optimizer, lr, divide_by, skip, tables)
+            update(optimizer, lr, divide_by, skip, tables, of_parts)
             if number == 0 and self._early and after_first is not None:
                 after_first()
 

@@ -71,8 +71,10 @@ class Work(NamedTuple):
     """what the device does for one, of which is said whether it is the last: as `as_pass` takes it"""
     squares: Callable[[], tuple[Tensor | None, ...]]
     """of `Pass`, after the last one"""
-    free: Callable[[], None]
-    """give up what is gathered: a recording gathers all for itself, and a replay does not tell the model that it has changed"""
+    prepare: Callable[[], None]
+    """give up what is gathered, and have ready what is to be: a recording gathers for itself, and casts no weights"""
+    done: Callable[[], None]
+    """what was ready has been gathered: a replay does not tell the model"""
 
 
 class Graph(NamedTuple):
@@ -125,7 +127,7 @@ class Recorded:
         if way is Way.LAUNCH:
             return self._launch(micro_batches)
         self._others = 0
-        self._work.free()
+        self._work.prepare()
         brought = list(self._work.bring(micro_batches))
         graph = self._graph if way is Way.REPLAY and self._graph is not None else self._record(brought)
         torch._foreach_copy_(_tensors(graph.inputs), _tensors(brought))
@@ -173,6 +175,7 @@ class Recorded:
             for noted in graph.calls:
                 self._world.calls.add(*noted)
         graph.graph.replay()
+        self._work.done()
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         # the next replay writes over them, and they may not have been read by then

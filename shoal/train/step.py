@@ -29,6 +29,7 @@ from shoal.parallel.balance import Balance
 from shoal.parallel.direct import gather_ahead, gathered_first
 from shoal.parallel.initialise import seed_of
 from shoal.parallel.pipeline import Pipeline
+from shoal.parallel.places import Places
 from shoal.parallel.precision import types_of
 from shoal.parallel.replicate import core
 from shoal.parallel.shard import is_gathered, parameter_groups, reshard, sum_whole_gradients
@@ -167,6 +168,7 @@ class Step:
         self._factor = 2.0 ** -round(math.log2(max(usual_weight, 1.0)))
         self._averaged = plan.replicate if isinstance(model, DistributedDataParallel) else 1
         self._squares = Squares(self.optimizer.parameters, plan, world, self._spread, self._sum_type)
+        self._places = Places(model, self.optimizer.parameters) if self.optimizer.fills_places else None
         self._bound = False
         self._recorded = self._recording() if plan.cuda_graphs else None
         self.on_micro_batch: Callable[[int], None] = lambda index: None
@@ -235,13 +237,18 @@ class Step:
             for group in parameter_groups(module)
         ]
 
-        def free() -> None:
+        def prepare() -> None:
             if any(map(is_gathered, groups)):
                 reshard(self.model)
+            if self._places is not None:
+                self._places.fill()
 
-        work = Work(
-            self.forward_backward, self._one_by_one, self._compute, self._squares.found_on_the_way, free
-        )
+        def done() -> None:
+            if self._places is not None:
+                self._places.forget()
+
+        squares = self._squares.found_on_the_way
+        work = Work(self.forward_backward, self._one_by_one, self._compute, squares, prepare, done)
         return Recorded(work, self.optimizer.parameters.values(), self.world)
 
     def forget_recording(self) -> None:
@@ -348,7 +355,9 @@ class Step:
         # a recording can wait for nothing that was begun outside of it
         gathers = ahead and self._first and self._recorded is None
         gather = partial(gather_ahead, self.model) if gathers else None
-        self.optimizer.step(lr, divisor / self._clip(norm), skip, after_first=gather)
+        # all ranks have come to the sum over all, and so are through with what they gathered before
+        places = self._places.taken() if ahead and self._places is not None else {}
+        self.optimizer.step(lr, divisor / self._clip(norm), skip, after_first=gather, places=places)
         self._balance.rebalance(skip)
         if self._loss_scale is not None:
             self._loss_scale.update(~norm.isfinite())

@@ -145,7 +145,7 @@ class Told:
         self.ran: list[int] = []
         self.freed = 0
         self.made: list[StandIn] = []
-        self.work = Work(self.run, self.bring, self.compute, tuple, self.free)
+        self.work = Work(self.run, self.bring, self.compute, tuple, self.free, lambda: None)
         self.recorded = Recorded(self.work, [self.weight], world)
         monkeypatch.setattr(recorded, "capture", self.capture)
         monkeypatch.setattr(Recorded, "_require_no_draws", lambda recorded: None)
@@ -305,7 +305,7 @@ def test_collectives_of_a_recording_are_noted_at_each_replay(world: World) -> No
     file.add(group, "all_reduce sum float32 (4,)", "b.py:2 in g")
     world.calls = file
     graph: Any = SimpleNamespace(replay=lambda: None)
-    owner = Recorded(Work(*[lambda *_: ()] * 5), [], world)  # pyrefly: ignore[bad-argument-type]
+    owner = Recorded(Work(*[lambda *_: ()] * 6), [], world)  # pyrefly: ignore[bad-argument-type]
     owner._replay(Graph(graph, [], as_pass([torch.zeros(3)], ()), kept))
     assert [call.text.split()[0] for call in file.read().calls] == ["all_reduce", "all_gather"]
     assert [call.number for call in file.read().calls] == [1, 2]
@@ -339,7 +339,7 @@ def test_want_of_memory_is_told_as_such(world: World, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("offset", [0, 4])
 def test_random_numbers_are_refused(world: World, monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
-    owner = Recorded(Work(*[lambda *_: ()] * 5), [], world)  # pyrefly: ignore[bad-argument-type]
+    owner = Recorded(Work(*[lambda *_: ()] * 6), [], world)  # pyrefly: ignore[bad-argument-type]
     generator = SimpleNamespace(get_offset=lambda: offset)
     monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
     if not offset:
@@ -350,7 +350,7 @@ def test_random_numbers_are_refused(world: World, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_step_that_is_gone_is_not_held_by_its_world(world: World) -> None:
-    owner = Recorded(Work(*[lambda *_: ()] * 5), [], world)  # pyrefly: ignore[bad-argument-type]
+    owner = Recorded(Work(*[lambda *_: ()] * 6), [], world)  # pyrefly: ignore[bad-argument-type]
     there = weakref.ref(owner)
     del owner
     gc.collect()
