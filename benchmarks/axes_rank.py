@@ -99,7 +99,7 @@ def measure(settings: Settings, world: World, status: RankStatus, stop: StopFlag
             if number >= WARMUP:
                 times.append(seconds)
             losses.append(loss)
-    found = _figures(settings, times, losses, flops, world)
+    found = _figures(settings, times, losses, flops, world, step.shared_bytes)
     if world.is_main:
         found["setup_s"] = round(setup_s, 1)
         write_whole(Path(settings.run.dir) / "result.json", json.dumps(found))
@@ -133,14 +133,14 @@ def _timed(step: Step, batch: StepBatch, world: World) -> tuple[float, float]:
 
 
 def _figures(
-    settings: Settings, times: list[float], losses: list[float], flops: float, world: World
+    settings: Settings, times: list[float], losses: list[float], flops: float, world: World, shared: int
 ) -> dict[str, Any]:
     """The slowest rank's median step and the largest memory."""
     mine = torch.tensor(
         [
             statistics.median(times),
-            memory_bytes(world.device) / GIB,
-            (reserved_bytes(world.device) or 0) / GIB,
+            memory_bytes(world.device, shared) / GIB,
+            (reserved_bytes(world.device, shared) or 0) / GIB,
         ],
         dtype=torch.float64,
         device=world.device,

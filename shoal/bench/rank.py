@@ -50,8 +50,8 @@ def measure(settings: Settings, world: World, status: RankStatus, stop: StopFlag
         window = course.take(ask.steps)
         answer = course.answer(warmup, window) | {"setup_s": setup_s}
         answer["memory"] = {
-            "allocated": memory_bytes(world.device),
-            "reserved": reserved_bytes(world.device),
+            "allocated": memory_bytes(world.device, training.step.shared_bytes),
+            "reserved": reserved_bytes(world.device, training.step.shared_bytes),
         }
         if ask.traces is not None:
             found = profile_step(training.step, course.next_batch, phases, world, Path(ask.traces))

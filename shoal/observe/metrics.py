@@ -108,17 +108,21 @@ def forget_after(run: Run, rank: int, step: int) -> None:
             write_whole(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
-def memory_bytes(device: torch.device) -> int:
-    """The most memory this rank has held: the allocator's peak on a GPU, the peak of resident memory on a CPU."""
+def memory_bytes(device: torch.device, shared: int = 0) -> int:
+    """The most memory this rank has held: the allocator's peak on a GPU, the peak of resident memory on a CPU.
+
+    Args:
+        shared: bytes of a GPU beside that, which other ranks read.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.max_memory_allocated(device) + shared
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def reserved_bytes(device: torch.device) -> int | None:
-    """The most that the caching allocator of a GPU held; None on a CPU."""
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+def reserved_bytes(device: torch.device, shared: int = 0) -> int | None:
+    """The most that the caching allocator of a GPU held, and what is `shared` beside; None on a CPU."""
+    return torch.cuda.max_memory_reserved(device) + shared if device.type == "cuda" else None
 
 
 def _tensorboard(folder: Path) -> Any:

@@ -81,11 +81,6 @@ def gathers_of(model: nn.Module) -> list[Gather]:
     return [gather for gather in found if isinstance(gather, Gather)]
 
 
-def shared_bytes(model: nn.Module) -> int:
-    """Memory of gathered parameters that torch's allocator does not know of."""
-    return sum(gather.shared.nbytes for gather in gathers_of(model) if gather.shared is not None)
-
-
 def gather_ahead(model: nn.Module) -> None:
     """Begin to gather what a forward of `model` needs first, as it is now; `reshard` gives it up."""
     for group in parameter_groups(model) if isinstance(model, FSDPModule) else ():
@@ -117,7 +112,7 @@ class Gather:
     """
 
     def __init__(self, group: Any, peers: Peers | None = None, *, kept: bool = False) -> None:
-        self._group, self._peers, self._keeps = group, peers, kept and peers is not None
+        self._group, self.peers, self._keeps = group, peers, kept and peers is not None
         self.shared: Shared | None = None
         """what has the gathered parameters, where they have memory of their own; from the first gather on"""
         self.filled = False
@@ -193,8 +188,8 @@ class Gather:
             return stream.record_event()
 
     def _exchange(self) -> None:
-        if self._peers is not None:
-            self._peers.gather(self._outputs, self._places)
+        if self.peers is not None:
+            self.peers.gather(self._outputs, self._places)
         else:
             gather_many(self._outputs, self._places, self._group._all_gather_process_group)
 
@@ -237,7 +232,7 @@ class Gather:
 
     def _share(self, sent: Sequence[Sequence[Sent]]) -> None:
         """Give gathered parameters memory that other ranks read, and that stays: freed and taken again, it would move."""
-        parameters, peers = self._group.fsdp_params, self._peers
+        parameters, peers = self._group.fsdp_params, self.peers
         if peers is None or any(parameter.all_gather_outputs for parameter in parameters):
             self._keeps = False  # torch gathered first, asynchronously
             return

@@ -95,7 +95,9 @@ class Peers:
         note: Callable[[str], None] = lambda text: None,
         room: int = ROOM,
     ) -> None:
-        self._ranks, self._lend, self._note, self._room = ranks, lend, note, room
+        self._ranks, self._lend_more, self._note, self._room = ranks, lend, note, room
+        self.nbytes = 0
+        """of this rank that is lent: torch's allocator does not know of it"""
         self._gathers: Room | None = None
         self._exchanges: Room | None = None
 
@@ -118,6 +120,10 @@ class Peers:
     def share(self, numels: Sequence[int], kinds: Sequence[torch.dtype]) -> Shared:
         """Memory of tensors that are gathered again and again, of which each rank has so many elements. Collective."""
         return Shared(self._ranks, self._lend, self._note, list(zip(numels, kinds, strict=True)))
+
+    def _lend(self, nbytes: int) -> Region:
+        self.nbytes += nbytes
+        return self._lend_more(nbytes)
 
 
 class Room:

@@ -39,6 +39,11 @@ class Places:
         for gather, _ in self._eligible():
             gather.fill()
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that this rank lends to others, of which torch's allocator does not know."""
+        return sum(peers.nbytes for peers in {gather.peers for gather in self._gathers} if peers is not None)
+
     def forget(self) -> None:
         """They have been gathered from, or weights were written."""
         for gather in self._gathers:

@@ -215,10 +215,10 @@ def _measure(training: Training, result: StepResult, seconds: float) -> Metrics:
         units=round(numbers.weight),
         seconds=seconds,
         mfu=rate.mfu(seconds),
-        memory_bytes=memory_bytes(training.world.device),
+        memory_bytes=memory_bytes(training.world.device, training.step.shared_bytes),
         skipped=numbers.skipped,
         unit=rate.unit,
-        reserved_bytes=reserved_bytes(training.world.device),
+        reserved_bytes=reserved_bytes(training.world.device, training.step.shared_bytes),
     )
 
 

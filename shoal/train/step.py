@@ -168,7 +168,7 @@ class Step:
         self._factor = 2.0 ** -round(math.log2(max(usual_weight, 1.0)))
         self._averaged = plan.replicate if isinstance(model, DistributedDataParallel) else 1
         self._squares = Squares(self.optimizer.parameters, plan, world, self._spread, self._sum_type)
-        self._places = Places(model, self.optimizer.parameters) if self.optimizer.fills_places else None
+        self._places = Places(model, self.optimizer.parameters)
         self._bound = False
         self._recorded = self._recording() if plan.cuda_graphs else None
         self.on_micro_batch: Callable[[int], None] = lambda index: None
@@ -240,15 +240,12 @@ class Step:
         def prepare() -> None:
             if any(map(is_gathered, groups)):
                 reshard(self.model)
-            if self._places is not None:
-                self._places.fill()
-
-        def done() -> None:
-            if self._places is not None:
-                self._places.forget()
+            self._places.fill()
 
         squares = self._squares.found_on_the_way
-        work = Work(self.forward_backward, self._one_by_one, self._compute, squares, prepare, done)
+        work = Work(
+            self.forward_backward, self._one_by_one, self._compute, squares, prepare, self._places.forget
+        )
         return Recorded(work, self.optimizer.parameters.values(), self.world)
 
     def forget_recording(self) -> None:
@@ -256,6 +253,11 @@ class Step:
         if self._recorded is not None:
             self._recorded.forget()
             torch.cuda.empty_cache()
+
+    @property
+    def shared_bytes(self) -> int:
+        """Memory of this rank's GPU that others read, of which torch's allocator does not know."""
+        return self._places.nbytes
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -356,7 +358,7 @@ class Step:
         gathers = ahead and self._first and self._recorded is None
         gather = partial(gather_ahead, self.model) if gathers else None
         # all ranks have come to the sum over all, and so are through with what they gathered before
-        places = self._places.taken() if ahead and self._places is not None else {}
+        places = self._places.taken() if ahead and self.optimizer.fills_places else {}
         self.optimizer.step(lr, divisor / self._clip(norm), skip, after_first=gather, places=places)
         self._balance.rebalance(skip)
         if self._loss_scale is not None:

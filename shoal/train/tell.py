@@ -139,7 +139,7 @@ def conclude(training: Training, done: int, stopped: bool) -> None:
 def _memory_by_rank(training: Training) -> list[float]:
     world = training.world
     held = torch.zeros(world.size, dtype=torch.float64, device=world.device)
-    held[world.rank] = memory_bytes(world.device) / GIB
+    held[world.rank] = memory_bytes(world.device, training.step.shared_bytes) / GIB
     if world.size > 1:
         dist.all_reduce(held)
     return held.tolist()

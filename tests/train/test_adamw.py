@@ -32,8 +32,13 @@ def row(size: int, offset: int = 0) -> tuple[Tensor, ...]:
 def test_tables_are_made_anew_when_something_moved_and_else_kept() -> None:
     tables, rows = Tables(), [row(8), row(5000)]
     first = tables.of(0, rows)
-    assert first.addresses.tolist() == [[tensor.data_ptr() for tensor in each] for each in rows]
+    assert first.addresses.tolist() == [[*(tensor.data_ptr() for tensor in each), 0] for each in rows]
     assert tables.of(0, rows) is first and first.aligned
+    place = torch.zeros(5000, dtype=torch.bfloat16)
+    placed = tables.of(0, rows, [None, place])
+    assert placed.addresses[:, 5].tolist() == [0, place.data_ptr()]
+    assert (first.kind, placed.kind) == (None, torch.bfloat16)
+    assert not tables.of(0, rows, [None, place[1:]]).aligned
     assert tables.of(1, rows) is not first  # of another group
     moved = tables.of(0, [rows[0], row(5000)])
     assert moved.addresses.tolist() != first.addresses.tolist()
@@ -59,8 +64,10 @@ def test_what_is_not_on_a_gpu_is_left_to_torch(name: str) -> None:
     part.grad = torch.ones(4, 4)
     made = optimizer_of(name, {"part": part})
     assert not takes(made)
-    update(made, 0.01, torch.tensor(1.0), torch.tensor(0.0), Tables())
+    place = torch.zeros(16, dtype=torch.bfloat16)
+    update(made, 0.01, torch.tensor(1.0), torch.tensor(0.0), Tables(), {part: place})
     assert float(part.detach().max()) < 1
+    assert torch.equal(place, part.detach().view(-1).bfloat16())
 
 
 def parts_of(offset: int) -> dict[str, nn.Parameter]:
@@ -75,10 +82,12 @@ def parts_of(offset: int) -> dict[str, nn.Parameter]:
 
 @on_gpu
 @pytest.mark.parametrize("offset", [0, 1])  # 1: not aligned
-def test_updates_are_those_of_torch(offset: int) -> None:
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_updates_are_those_of_torch(kind: torch.dtype, offset: int) -> None:
     """Roundings add up over the steps; those of fp32 are 6e-8 of a number."""
     ours, theirs = parts_of(offset), parts_of(offset)
     made, right, tables = optimizer_of("adamw", ours), optimizer_of("adamw", theirs), Tables()
+    places: dict[Tensor, Tensor] = {part: part.detach().view(-1).to(kind) for part in ours.values()}
     generator = torch.Generator("cuda").manual_seed(1)
     for step in range(8):
         skip = torch.tensor(float(step == 3), device="cuda")
@@ -91,9 +100,10 @@ def test_updates_are_those_of_torch(offset: int) -> None:
         if offset == 0:
             assert takes(made)
         before = {name: part.detach().clone() for name, part in ours.items()}
-        update(made, 0.01, divide_by, skip, tables)
+        update(made, 0.01, divide_by, skip, tables, places)
         update(right, 0.01, divide_by, skip)
         assert all(torch.equal(part, before[name]) for name, part in ours.items()) == (step == 3)
+        assert all(torch.equal(places[p], p.detach().view(-1).to(kind)) for p in ours.values())
     for name, part in ours.items():
         torch.testing.assert_close(part, theirs[name], rtol=2e-6, atol=2e-7)
         for kind, value in made.state[part].items():
