@@ -3,7 +3,7 @@
     python benchmarks/update.py --out FILE [--repeat 20]
 
 Tensors are those of 8 layers of an 8B Llama, and of a 433M one. Bytes are the fewest that an update can move: 28 an element
-(parameter, gradient and two moments are read, all but the gradient are written).
+(parameter, gradient and two moments are read, all but the gradient are written), and 2 of weights that are also written in bf16.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -29,6 +29,7 @@ from shoal.train.adamw import Tables, takes
 from shoal.train.fused import make, update
 
 BYTES = 28
+NARROW = 2  # bytes more, of weights in 16 bits
 MODELS = {
     "8 layers of 8B": [(128_256, 4096)] * 2
     + [*[(14_336, 4096)] * 3, *[(4096, 4096)] * 2, *[(1024, 4096)] * 2, *[(4096,)] * 2] * 8,
@@ -65,10 +66,18 @@ def measure(name: str, repeat: int) -> list[dict[str, Any]]:
     elements = sum(part.numel() for part in parts.values())
     optimizer = make(Optimizer(name="adamw", schedule="constant"), parts, parts)
     divide_by, skip = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+    places: dict[Tensor, Tensor] = {
+        part: torch.empty(part.numel(), dtype=torch.bfloat16, device="cuda") for part in parts.values()
+    }
     rows = []
-    for who, tables in (("torch", None), ("shoal", Tables())):
+    for who, tables, into in (
+        ("torch", None, {}),
+        ("shoal", Tables(), {}),
+        ("shoal, weights in bf16 too", Tables(), places),
+        ("torch, weights in bf16 after it", None, places),
+    ):
         device_ms, host_ms = timed(
-            lambda tables=tables: update(optimizer, 1e-4, divide_by, skip, tables), repeat
+            lambda tables=tables, into=into: update(optimizer, 1e-4, divide_by, skip, tables, into), repeat
         )
         rows.append(
             {
@@ -78,7 +87,7 @@ def measure(name: str, repeat: int) -> list[dict[str, Any]]:
                 "taken": takes(optimizer),
                 "ms": round(device_ms, 3),
                 "host_ms": round(host_ms, 3),
-                "tb_per_s": round(elements * BYTES / device_ms / 1e9, 2),
+                "tb_per_s": round(elements * (BYTES + NARROW * bool(into)) / device_ms / 1e9, 2),
             }
         )
     return rows

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from shoal.cluster import GIB, Cluster
+from shoal.parallel.peers import ROOM
 from shoal.plan import AXES, Plan
 from shoal.planner.allocator import CachingAllocator
 from shoal.planner.launch import Moment
@@ -238,9 +239,10 @@ def _locked(storage: Storage) -> int:
 
 
 def _outside(plan: Plan) -> int:
-    """Context and libraries, and a communicator for each axis along which ranks talk."""
+    """Context and libraries, a communicator for each axis along which ranks talk, and what copy engines send through."""
     axes = sum(getattr(plan, axis) > 1 for axis in (*AXES, "expert"))
-    return min(MOST_OUTSIDE_BYTES, CONTEXT_BYTES + COMMUNICATOR_BYTES * axes)
+    rooms = 2 * ROOM if plan.cut > 1 and plan.copy_engines is not False else 0
+    return min(MOST_OUTSIDE_BYTES, CONTEXT_BYTES + COMMUNICATOR_BYTES * axes) + rooms
 
 
 class Fit(StrEnum):

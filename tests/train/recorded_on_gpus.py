@@ -107,7 +107,7 @@ def run(
     with patch.object(Recorded, "_replay", noted):
         for number in range(STEPS):
             batch = part_of(global_batch(number), number, plan, world.rank)
-            result = step(shorter(batch) if number == SHORT else batch)
+            result = step(shorter(batch) if number == SHORT else batch, ahead=number < STEPS - 1)
             numbers.append((result.loss, result.grad_norm))
             if number == LOOKED_INTO:
                 find_cause(step, result, lambda micro: [micro.first])
