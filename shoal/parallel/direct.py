@@ -29,7 +29,7 @@ from shoal.parallel.exchange import Exchange, gather_many
 from shoal.parallel.gather8 import narrow_weight_of
 from shoal.parallel.peers import Peers, Shared
 from shoal.parallel.reach import find_peers
-from shoal.parallel.shard import parameter_groups, parameters_of
+from shoal.parallel.shard import is_gathered, parameter_groups, parameters_of
 from shoal.parallel.sums import cast_into
 from shoal.plan import Plan
 from shoal.world import World
@@ -67,7 +67,7 @@ def gathered_first(model: nn.Module) -> set[nn.Parameter]:
     It cannot where `fully_shard` gathers, whose copies would not wait for what computes, nor what is cast to 8 bits, by a scale
     that is found in the forward.
     """
-    groups = parameter_groups(model) if isinstance(model, FSDPModule) else []
+    groups = groups_of_root(model)
     direct = all(isinstance(getattr(group.unshard, "__self__", None), Gather) for group in groups)
     if not direct or any(_has_own_way(parameter) for group in groups for parameter in group.fsdp_params):
         return set()
@@ -83,8 +83,26 @@ def gathers_of(model: nn.Module) -> list[Gather]:
 
 def gather_ahead(model: nn.Module) -> None:
     """Begin to gather what a forward of `model` needs first, as it is now; `reshard` gives it up."""
-    for group in parameter_groups(model) if isinstance(model, FSDPModule) else ():
+    for group in groups_of_root(model):
         group._prefetch_unshard(group, "forward")  # as torch gathers one unit while another runs
+
+
+def gather_first(model: nn.Module) -> None:
+    """What a forward of `model` needs first is gathered when the current stream comes here; see `stays`."""
+    for group in groups_of_root(model):
+        group.unshard()
+        group.wait_for_unshard()
+
+
+def stays(model: nn.Module) -> bool:
+    """Whether what a forward of `model` needs first is always gathered into the same memory."""
+    gathers = [group.unshard.__self__ for group in groups_of_root(model)]
+    return bool(gathers) and all(isinstance(each, Gather) and each.shared is not None for each in gathers)
+
+
+def groups_of_root(model: nn.Module) -> list[Any]:
+    """What a forward of `model` gathers first: torch's groups of parameters that no unit inside has."""
+    return parameter_groups(model) if isinstance(model, FSDPModule) else []
 
 
 def _is_known(backend: str, device: torch.device) -> bool:
@@ -112,7 +130,7 @@ class Gather:
     """
 
     def __init__(self, group: Any, peers: Peers | None = None, *, kept: bool = False) -> None:
-        self._group, self.peers, self._keeps = group, peers, kept and peers is not None
+        self.group, self.peers, self._keeps = group, peers, kept and peers is not None
         self.shared: Shared | None = None
         """what has the gathered parameters, where they have memory of their own; from the first gather on"""
         self.filled = False
@@ -127,7 +145,7 @@ class Gather:
 
     @torch.no_grad()
     def begin(self, async_op: bool = False) -> None:
-        group = self._group
+        group = self.group
         asked_for_nothing = (
             group._all_gather_result is not None
             or not group.is_sharded
@@ -142,10 +160,10 @@ class Gather:
 
     @property
     def _is_under_way(self) -> bool:
-        return self._result is not None and self._group._all_gather_result is self._result
+        return self._result is not None and self.group._all_gather_result is self._result
 
     def end(self) -> None:
-        group = self._group
+        group = self.group
         if not self._is_under_way:
             self._torchs[1]()
             return
@@ -160,12 +178,12 @@ class Gather:
         """After a backward, in place of `finalize_backward`: what was gathered ahead and not used is freed."""
         unused = self._is_under_way
         self._torchs[2]()
-        if unused and self._group.is_sharded:
-            for parameter in self._group.fsdp_params:
+        if unused and self.group.is_sharded:
+            for parameter in self.group.fsdp_params:
                 parameter.free_unsharded_param()
 
     def _gather(self) -> Any:
-        group, handle = self._group, self._group.device_handle
+        group, handle = self.group, self.group.device_handle
         current = handle.current_stream()
         _, stream = group.comm_ctx.get_all_gather_streams(False, group._training_state)
         if any(_has_own_way(parameter) for parameter in group.fsdp_params):
@@ -191,29 +209,29 @@ class Gather:
         if self.peers is not None:
             self.peers.gather(self._outputs, self._places)
         else:
-            gather_many(self._outputs, self._places, self._group._all_gather_process_group)
+            gather_many(self._outputs, self._places, self.group._all_gather_process_group)
 
     @torch.no_grad()
     def fill(self) -> None:
         """Have this rank's places filled, by the current stream, which comes after earlier gathers. Collective."""
-        if self.shared is None or self.filled:
+        if self.shared is None or self.filled or is_gathered(self.group):
             return
-        _, stream = self._group.comm_ctx.get_all_gather_streams(False, self._group._training_state)
-        self._group.device_handle.current_stream().wait_stream(stream)
+        _, stream = self.group.comm_ctx.get_all_gather_streams(False, self.group._training_state)
+        self.group.device_handle.current_stream().wait_stream(stream)
         self.shared.wait_to_write()
         with _without_versions(self._outputs):
-            _fill(self._places, [part for p in self._group.fsdp_params for part in _what_to_send(p)])
+            _fill(self._places, [part for p in self.group.fsdp_params for part in _what_to_send(p)])
         self.filled = True
 
     def places(self) -> dict[nn.Parameter, Tensor]:
         """Where an update may write this rank's part of each parameter; nothing where parts are not sent as they lie."""
-        if self.shared is None or any(map(_has_own_way, self._group.fsdp_params)):
+        if self.shared is None or any(map(_has_own_way, self.group.fsdp_params)):
             return {}
-        return dict(zip(parameters_of(self._group), self._places, strict=True))
+        return dict(zip(parameters_of(self.group), self._places, strict=True))
 
     def _allocate(self, sent: Sequence[Sequence[Sent]]) -> None:
         """Memory of gathered parameters, whose tensors are made once."""
-        group, ranks = self._group, self._group._all_gather_process_group
+        group, ranks = self.group, self.group._all_gather_process_group
         if self._keeps and self.shared is None:
             self._share(sent)
         for parameter, parts in zip(group.fsdp_params, sent, strict=True):
@@ -232,7 +250,7 @@ class Gather:
 
     def _share(self, sent: Sequence[Sequence[Sent]]) -> None:
         """Give gathered parameters memory that other ranks read, and that stays: freed and taken again, it would move."""
-        parameters, peers = self._group.fsdp_params, self.peers
+        parameters, peers = self.group.fsdp_params, self.peers
         if peers is None or any(parameter.all_gather_outputs for parameter in parameters):
             self._keeps = False  # torch gathered first, asynchronously
             return

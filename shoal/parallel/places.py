@@ -6,8 +6,10 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from shoal.parallel.direct import Gather, gathers_of
+from shoal.parallel.direct import Gather, gather_first, gathers_of, groups_of_root
+from shoal.parallel.shard import is_gathered, parameter_groups, reshard
 
 KINDS = (torch.bfloat16, torch.float16)
 
@@ -20,7 +22,7 @@ class Places:
     """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._gathers = gathers_of(model)
+        self._model, self._gathers = model, gathers_of(model)
         self._names = {parameter: name for name, parameter in parameters.items()}
 
     def taken(self) -> dict[str, Tensor]:
@@ -34,10 +36,26 @@ class Places:
             found |= places
         return found
 
-    def fill(self) -> None:
-        """Fill those that no update has filled. Collective."""
+    def prepare(self, *, ahead: bool) -> None:
+        """Have all ready for a recording of a forward and backward, or a replay of it, which gathers for itself. Collective.
+
+        Args:
+            ahead: but for what is needed first: that has been gathered, or is now.
+        """
+        first = groups_of_root(self._model) if ahead else []
+        groups = [g for m in self._model.modules() if isinstance(m, FSDPModule) for g in parameter_groups(m)]
+        if any(is_gathered(group) and group not in first for group in groups):
+            reshard(self._model)
         for gather, _ in self._eligible():
             gather.fill()
+        if ahead:
+            gather_first(self._model)
+
+    def done(self) -> None:
+        """What was ready has been used: a replay does not tell the model."""
+        self.forget()
+        for group in groups_of_root(self._model):
+            group.reshard()
 
     @property
     def nbytes(self) -> int:

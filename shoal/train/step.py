@@ -19,20 +19,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.data.cut import MicroBatch, StepBatch
 from shoal.job import Optimizer, Precision
 from shoal.parallel.apply import accumulation
 from shoal.parallel.balance import Balance
-from shoal.parallel.direct import gather_ahead, gathered_first
+from shoal.parallel.direct import gather_ahead, gathered_first, stays
 from shoal.parallel.initialise import seed_of
 from shoal.parallel.pipeline import Pipeline
 from shoal.parallel.places import Places
 from shoal.parallel.precision import types_of
-from shoal.parallel.replicate import core
-from shoal.parallel.shard import is_gathered, parameter_groups, reshard, sum_whole_gradients
+from shoal.parallel.shard import sum_whole_gradients
 from shoal.parallel.spread import spread_of
 from shoal.plan import Plan
 from shoal.simulated import is_simulated
@@ -230,23 +228,14 @@ class Step:
             return None
         if self.world.size > 1 and not (self.world.has_cpu_backend and self.world.is_one_host()):
             return None
-        groups = [
-            group
-            for module in core(self.model).modules()
-            if isinstance(module, FSDPModule)
-            for group in parameter_groups(module)
-        ]
-
-        def prepare() -> None:
-            if any(map(is_gathered, groups)):
-                reshard(self.model)
-            self._places.fill()
-
-        squares = self._squares.found_on_the_way
+        squares, places = self._squares.found_on_the_way, self._places
         work = Work(
-            self.forward_backward, self._one_by_one, self._compute, squares, prepare, self._places.forget
+            self.forward_backward, self._one_by_one, self._compute, squares, self._prepare, places.done
         )
         return Recorded(work, self.optimizer.parameters.values(), self.world)
+
+    def _prepare(self) -> None:
+        self._places.prepare(ahead=self._gathers_ahead)
 
     def forget_recording(self) -> None:
         """Give up what is recorded of a step, and its memory; it is recorded again later. On all ranks alike."""
@@ -354,9 +343,7 @@ class Step:
             self._on_gradients(self.optimizer.gradients(), divisor)
         norm = squares.sqrt() / divisor
         skip = ~(norm.isfinite() & (weight > 0))
-        # a recording can wait for nothing that was begun outside of it
-        gathers = ahead and self._first and self._recorded is None
-        gather = partial(gather_ahead, self.model) if gathers else None
+        gather = partial(gather_ahead, self.model) if ahead and self._gathers_ahead else None
         # all ranks have come to the sum over all, and so are through with what they gathered before
         places = self._places.taken() if ahead and self.optimizer.fills_places else {}
         self.optimizer.step(lr, divisor / self._clip(norm), skip, after_first=gather, places=places)
@@ -364,6 +351,11 @@ class Step:
         if self._loss_scale is not None:
             self._loss_scale.update(~norm.isfinite())
         return torch.stack((loss / weight, norm, weight, skip.to(norm.dtype), stopping))
+
+    @property
+    def _gathers_ahead(self) -> bool:
+        """A recording can wait for nothing that was begun outside of it, but begin with what is always in the same memory."""
+        return bool(self._first) and (self._recorded is None or stays(self.model))
 
     def _clip(self, norm: Tensor) -> Tensor:
         most = self.optimizer.settings.clip

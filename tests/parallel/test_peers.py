@@ -10,10 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import shoal.parallel.direct as direct
 import shoal.parallel.exchange as exchange
+import shoal.train.step as step_module
 from shoal.job import Precision
 from shoal.parallel.exchange import Exchange
 from shoal.parallel.peers import Peers, cuts
@@ -24,7 +25,7 @@ from shoal.world import World
 from tests.parallel.shared_memory import shared_peers
 from tests.ranks import run_ranks
 from tests.train.test_recorded import on_a_cpu
-from tests.train.toy import DIMS, Record, run_plan
+from tests.train.toy import DIMS, STEPS, Record, run_plan
 
 ROOM = 1 << 16  # far less than what is sent
 
@@ -137,13 +138,17 @@ def test_training_has_the_same_bits(plan: Plan, precision: Precision, tmp_path: 
             assert torch.equal(shared.weights[name], weight), name
 
 
-def casts(world: World, plan: Plan, folder: Path) -> int:
-    """How many times a unit's weights were cast before a gather."""
-    fill, calls = direct._fill, []
+def casts(world: World, plan: Plan, folder: Path) -> tuple[int, int]:
+    """How many times a unit's weights were cast before a gather, and how many gathers began during an update."""
+    fill, ahead, calls, early = direct._fill, direct.gather_ahead, [], []
 
     def counted(*args: Any) -> None:
         calls.append(1)
         fill(*args)
+
+    def begun(model: nn.Module) -> None:
+        early.append(1)
+        ahead(model)
 
     def find(group: dist.ProcessGroup, world: World, wanted: bool | None) -> Peers:
         return shared_peers(folder, group, ROOM, [])
@@ -151,10 +156,11 @@ def casts(world: World, plan: Plan, folder: Path) -> int:
     with (
         patch.object(direct, "find_peers", find),
         patch.object(direct, "_fill", counted),
+        patch.object(step_module, "gather_ahead", begun),
         on_a_cpu() if plan.cuda_graphs else nullcontext(),
     ):
         run_plan(world, plan, "bf16", ahead=True)
-    return len(calls)
+    return len(calls), len(early)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +176,7 @@ def casts(world: World, plan: Plan, folder: Path) -> int:
 )
 def test_updates_leave_weights_as_they_are_gathered(plan: Plan, most: int, tmp_path: Path) -> None:
     """Where they have their places: two blocks and what is outside are cast once. Elsewhere before each gather."""
-    assert run_ranks(2, casts, plan, tmp_path) == [most] * 2
+    assert run_ranks(2, casts, plan, tmp_path) == [(most, STEPS - 1)] * 2
 
 
 def refused(world: World) -> list[str]:
