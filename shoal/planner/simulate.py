@@ -27,6 +27,7 @@ from shoal.data.cut import StepBatch
 from shoal.job import Optimizer, Precision
 from shoal.models.units import find_units
 from shoal.parallel.apply import parallelize
+from shoal.parallel.reach import LEAST_RATE
 from shoal.parallel.replicate import core
 from shoal.parallel.shard import parameter_groups, sharded_parameters
 from shoal.parallel.spread import spread_of
@@ -111,7 +112,8 @@ def simulated_world(
         undo.enter_context(mode)
         undo.enter_context(tape)
         tape.see_sizes(undo)
-        simulate_works(undo, tape, holds=device.type == "cpu")
+        reach = (device.link_bytes_s or 0) >= LEAST_RATE
+        simulate_works(undo, tape, holds=device.type == "cpu", reach=reach)
         simulate_compile(undo, tape)
         undo.callback(world._meshes.clear)
         undo.enter_context(_no_garbage())

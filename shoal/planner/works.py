@@ -17,9 +17,12 @@ from torch._C._distributed_c10d import FakeWork
 
 import shoal.parallel.direct as direct
 import shoal.parallel.exchange as exchange
+from shoal.parallel.peers import Peers
+from shoal.parallel.sums import blocks_of, sum_parts
 from shoal.planner.fake_device import replace
 from shoal.planner.launch import Launch
 from shoal.planner.tape import Tape
+from shoal.world import World
 
 COLLECTIVES = (
     "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single",
@@ -52,7 +55,7 @@ class SimulatedWork:
         return True
 
 
-def simulate_works(undo: ExitStack, tape: Tape, *, holds: bool) -> None:
+def simulate_works(undo: ExitStack, tape: Tape, *, holds: bool, reach: bool = False) -> None:
     """Until `undo` is closed, torch's collectives and messages give such works.
 
     What is sent from one rank to another Gloo's works hold, and some schedules of a pipeline have them until a step's end. NCCL's
@@ -61,8 +64,11 @@ def simulate_works(undo: ExitStack, tape: Tape, *, holds: bool) -> None:
 
     Args:
         holds: as Gloo's works; exchanges are Gloo's too.
+        reach: devices of a host reach each other's memory, see `shoal.parallel.peers`.
     """
     replace(undo, direct, "gather_many", functools.partial(_gathered, tape))
+    if reach:
+        replace(undo, direct, "find_peers", functools.partial(_find_peers, tape))
     if not holds:
         replace(undo, exchange, "exchange_many", functools.partial(_exchanged, tape))
     library = torch.library.Library("c10d", "IMPL")
@@ -85,6 +91,58 @@ def simulate_works(undo: ExitStack, tape: Tape, *, holds: bool) -> None:
         ]
 
     replace(undo, dist, "batch_isend_irecv", batch)
+
+
+class SimulatedPeers(Peers):
+    """Ranks whose memory is reached: it takes as long as NCCL, whose times are known; the room that it goes through is not here.
+
+    Memory of gathered parameters, which torch's allocator does not have in fact, is here its own.
+    """
+
+    def __init__(self, tape: Tape, group: dist.ProcessGroup) -> None:
+        self._tape, self._group = tape, group
+        self.nbytes = 0
+
+    def gather(self, outputs: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+        _gathered(self._tape, [*outputs], [*places], self._group)
+
+    def sum_parts(self, parts: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+        _exchanged(self._tape, (), gradients, self._group)
+        counts = [blocks_of(part.numel()) for part in parts]
+        squares = torch.empty(sum(counts), dtype=torch.float32, device=parts[0].device)
+        for part, gradient, own in zip(parts, gradients, squares.split(counts), strict=True):
+            first, others = gradient[: part.numel()], gradient[part.numel() :]
+            sum_parts(first, others, part, own)
+        return squares.sum()
+
+    def share(self, numels: Sequence[int], kinds: Sequence[torch.dtype]) -> Any:
+        return SimulatedShared(self, numels, kinds, self._group.size())
+
+
+class SimulatedShared:
+    """See `Shared`."""
+
+    def __init__(
+        self, peers: SimulatedPeers, numels: Sequence[int], kinds: Sequence[torch.dtype], ranks: int
+    ) -> None:
+        self._peers = peers
+        self.tensors = [
+            torch.empty(ranks * numel, dtype=kind, device="cuda")
+            for numel, kind in zip(numels, kinds, strict=True)
+        ]
+
+    def wait_to_write(self) -> None:
+        pass
+
+    def gather(self) -> None:
+        self._peers.gather(self.tensors, ())
+
+
+def _find_peers(
+    tape: Tape, group: dist.ProcessGroup, world: World, wanted: bool | None
+) -> SimulatedPeers | None:
+    there = wanted is not False and group.size() > 1 and world.is_one_host(group)
+    return SimulatedPeers(tape, group) if there else None
 
 
 def _gathered(tape: Tape, outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> None:
