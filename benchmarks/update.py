@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from shoal.job import Optimizer
 from shoal.observe.machine import facts
 from shoal.run import write_whole
-from shoal.train.adamw import Tables, takes
+from shoal.train.adamw import Ready, Tables, takes
 from shoal.train.fused import make, update
 
 BYTES = 28
@@ -77,7 +77,10 @@ def measure(name: str, repeat: int) -> list[dict[str, Any]]:
         ("torch, weights in bf16 after it", None, places),
     ):
         device_ms, host_ms = timed(
-            lambda tables=tables, into=into: update(optimizer, 1e-4, divide_by, skip, tables, into), repeat
+            lambda tables=tables, into=into: update(
+                optimizer, 1e-4, divide_by, skip, tables, Ready(into, {})
+            ),
+            repeat,
         )
         rows.append(
             {

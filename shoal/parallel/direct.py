@@ -223,6 +223,13 @@ class Gather:
             _fill(self._places, [part for p in self.group.fsdp_params for part in _what_to_send(p)])
         self.filled = True
 
+    def forget(self) -> None:
+        """What was found of weights ahead is of no use: they are written."""
+        self.filled = False
+        for parameter in self.group.fsdp_params:
+            if (weight := narrow_weight_of(parameter)) is not None:
+                weight.scales.found = False
+
     def places(self) -> dict[nn.Parameter, Tensor]:
         """Where an update may write this rank's part of each parameter; nothing where parts are not sent as they lie."""
         if self.shared is None or any(map(_has_own_way, self.group.fsdp_params)):

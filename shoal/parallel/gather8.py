@@ -40,7 +40,7 @@ def gather_in_float8(model: nn.Module, pipeline: Pipeline | None = None) -> None
     from torchao.float8.float8_linear import Float8Linear
 
     _make_zeros()
-    scales = _Scales()
+    scales = Scales()
     for module in model.modules():
         for sharded in sharded_parameters(module) if isinstance(module, FSDPModule) else ():
             owner = sharded._module_info
@@ -108,12 +108,15 @@ def narrow_weight_of(sharded: Any) -> _Weight | None:
     return weight if isinstance(weight, _Weight) else None
 
 
-class _Scales:
+class Scales:
     """Of all weights of a model that are gathered in float8."""
 
     def __init__(self) -> None:
         self.weights: list[_Weight] = []
+        self.found = False
+        """`largest` has been found already"""
         self._known: list[Tensor] = []
+        self._largest: Tensor | None = None
 
     def forget(self, *_of_hook: Any) -> None:
         self._known = []
@@ -125,19 +128,36 @@ class _Scales:
             return self._known
         for weight in self.weights:
             weight.require_hooks()
-        cut = [weight.cut for weight in self.weights]
-        largest = torch.stack(torch._foreach_norm(cut, float("inf")))
+        self.find()
+        self.found = False
+        largest = self.largest.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group())
         # divided in fp64, as torchao does it
         most = torch.finfo(self.weights[0].kind).max
         self._known = list((most / largest.double().clamp(min=SMALLEST)).float().unbind())
         return self._known
 
+    @property
+    def largest(self) -> Tensor:
+        """(weights,): the largest magnitude of this rank's part of each."""
+        if self._largest is None:
+            cut = self.weights[0].cut
+            self._largest = torch.zeros(len(self.weights), dtype=cut.dtype, device=cut.device)
+        return self._largest
+
+    @torch.no_grad()
+    def find(self) -> None:
+        """Fill `largest`, if nobody has since they were last taken."""
+        if not self.found:
+            cut = [weight.cut for weight in self.weights]
+            self.largest.copy_(torch.stack(torch._foreach_norm(cut, float("inf"))))
+        self.found = True
+
 
 class _Weight:
     """The hooks of one weight. What torch keeps of it has no public name."""
 
-    def __init__(self, sharded: Any, linear: Any, scales: _Scales) -> None:
+    def __init__(self, sharded: Any, linear: Any, scales: Scales) -> None:
         from torch.distributed.fsdp._fully_shard._fsdp_param import ExtensionsData
 
         self.sharded, self.scales, self.number = sharded, scales, len(scales.weights)
@@ -151,6 +171,12 @@ class _Weight:
     def master(self) -> Any:
         """This rank's part, where optimizers write."""
         return self.sharded._sharded_local_tensor
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """As the model has it now."""
+        owner = self.sharded._module_info
+        return getattr(owner.module, owner.param_name)
 
     @property
     def cut(self) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shoal.parallel.direct import Gather, gather_first, gathers_of, groups_of_root
+from shoal.parallel.gather8 import narrow_weight_of
 from shoal.parallel.shard import is_gathered, parameter_groups, reshard
 
 KINDS = (torch.bfloat16, torch.float16)
@@ -23,10 +24,12 @@ class Places:
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self._model, self._gathers = model, gathers_of(model)
+        weights = [narrow_weight_of(each) for gather in self._gathers for each in gather.group.fsdp_params]
+        self._scales = list(dict.fromkeys(weight.scales for weight in weights if weight is not None))
         self._names = {parameter: name for name, parameter in parameters.items()}
 
-    def taken(self) -> dict[str, Tensor]:
-        """By name, each to be filled now, by an update; what is not updated lies there since it was gathered first.
+    def taken(self) -> dict[str, dict[str, Tensor]]:
+        """By name "places" and "largest", to be filled by an update; what is not updated lies there since it was first gathered.
 
         All ranks must be through with what they gathered from there before.
         """
@@ -34,7 +37,18 @@ class Places:
         for gather, places in self._eligible():
             gather.filled = True
             found |= places
-        return found
+        largest: dict[str, Tensor] = {}
+        for scales in self._scales:
+            names = [self._names.get(weight.parameter) for weight in scales.weights]
+            mine = {
+                name: one
+                for name, one in zip(names, scales.largest.unbind(), strict=True)
+                if name is not None
+            }
+            if len(mine) == len(names):
+                scales.found = True
+                largest |= mine
+        return {"places": found, "largest": largest}
 
     def prepare(self, *, ahead: bool) -> None:
         """Have all ready for a recording of a forward and backward, or a replay of it, which gathers for itself. Collective.
@@ -48,6 +62,8 @@ class Places:
             reshard(self._model)
         for gather, _ in self._eligible():
             gather.fill()
+        for scales in self._scales:
+            scales.find()
         if ahead:
             gather_first(self._model)
 
@@ -65,7 +81,7 @@ class Places:
     def forget(self) -> None:
         """They have been gathered from, or weights were written."""
         for gather in self._gathers:
-            gather.filled = False
+            gather.forget()
 
     def _eligible(self) -> list[tuple[Gather, dict[str, Tensor]]]:
         found = []

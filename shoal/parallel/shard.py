@@ -186,7 +186,7 @@ def reshard(model: nn.Module) -> None:
                     group.finalize_backward()
                 gather: Any = group.unshard.__self__
                 if gather is not group:  # see `direct`: weights may be written now
-                    gather.filled = False
+                    gather.forget()
             module.reshard()
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and parameter.device.type != parameter.device_mesh.device_type:

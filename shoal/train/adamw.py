@@ -23,6 +23,15 @@ BLOCK = 1024  # elements that one program updates: of 2,048 it takes 22.3 ms, of
 ALIGNED = 16  # bytes, of addresses that are read 4 elements at a time
 
 
+class Ready(NamedTuple):
+    """What an update leaves of parts beside, for the next gather."""
+
+    places: Mapping[Tensor, Tensor]
+    """where a part is written in 16 bits, too; (n,), all of one type"""
+    largest: Mapping[Tensor, Tensor]
+    """what becomes the largest magnitude of a part, fp32 of one element"""
+
+
 class Blocks(NamedTuple):
     """Which elements each program of a launch updates."""
 
@@ -38,11 +47,13 @@ class Table(NamedTuple):
     """Where the tensors of one group of parameters lie, for a kernel."""
 
     addresses: Tensor
-    """(parts, 6) on the device: of parameter, gradient, both moments, number of the update, and of its place or 0"""
+    """(parts, 7) on the device: of parameter, gradient, both moments, number of the update, its place, its largest; or 0"""
     blocks: Blocks
     aligned: bool
     kind: torch.dtype | None
     """of places, if there are any"""
+    finds: bool
+    """the largest elements of some"""
 
 
 class Tables:
@@ -53,19 +64,24 @@ class Tables:
         self._tables: dict[int, tuple[list[int], Table]] = {}
 
     def of(
-        self, number: int, rows: Sequence[tuple[Tensor, ...]], places: Sequence[Tensor | None] = ()
+        self,
+        number: int,
+        rows: Sequence[tuple[Tensor, ...]],
+        places: Sequence[Tensor | None] = (),
+        largest: Sequence[Tensor | None] = (),
     ) -> Table:
         """The table of group `number`: of each part the parameter, its gradient, both moments and the number of the update.
 
         Args:
-            places: of each part where it is written in 16 bits, too, if anywhere; all of one type.
+            places, largest: of each part as in `Ready`, if it has one.
         """
         device, sizes = rows[0][0].device, [row[0].numel() for row in rows]
-        there = places or [None] * len(rows)
+        none = [None] * len(rows)
+        there, found = places or none, largest or none
         addresses = [
             0 if tensor is None else tensor.data_ptr()
-            for row, place in zip(rows, there, strict=True)
-            for tensor in (*row, place)
+            for row, place, one in zip(rows, there, found, strict=True)
+            for tensor in (*row, place, one)
         ]
         blocks = self._blocks.get(number)
         if blocks is None or blocks[0] != sizes:
@@ -73,10 +89,13 @@ class Tables:
             self._tables.pop(number, None)
         table = self._tables.get(number)
         if table is None or table[0] != addresses:
-            aligned = not any(address % ALIGNED for at, address in enumerate(addresses) if at % 6 != 4)
-            where = _on_device(addresses, device).view(-1, 6)
+            aligned = not any(
+                address % ALIGNED for at, address in enumerate(addresses) if at % 7 not in (4, 6)
+            )
+            where = _on_device(addresses, device).view(-1, 7)
             kind = next((place.dtype for place in there if place is not None), None)
-            table = self._tables[number] = addresses, Table(where, blocks[1], aligned, kind)
+            finds = any(one is not None for one in found)
+            table = self._tables[number] = addresses, Table(where, blocks[1], aligned, kind, finds)
         return table[1]
 
 
@@ -118,13 +137,13 @@ def update(
     tables: Tables,
     divide_by: Tensor,
     skip: Tensor,
-    places: Mapping[Tensor, Tensor] | None = None,
+    ready: Ready | None = None,
 ) -> None:
     """Update all parts that have a gradient, or nothing where `skip` is 1; no wait for the device.
 
     Args:
         divide_by: what gradients are to be divided by. skip: one element, 0 or 1; both fp32.
-        places: of parts, where they are written in 16 bits, too, if they are updated; (n,), all of one type.
+        ready: what is left of parts beside.
     """
     from shoal.train.adamw_kernel import launch
 
@@ -140,8 +159,11 @@ def update(
             (part, part.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
             for part, state in zip(parts, states, strict=True)
         ]
-        there = [places.get(part) for part in parts] if places else []
-        launch(tables.of(number, rows, there), group, divide_by, skip, BLOCK)
+        there = [ready.places.get(part) for part in parts] if ready else []
+        found = [ready.largest.get(part) for part in parts] if ready else []
+        if any(one is not None for one in found):
+            torch._foreach_zero_([one for one in found if one is not None])
+        launch(tables.of(number, rows, there, found), group, divide_by, skip, BLOCK)
 
 
 def _state_of(optimizer: torch.optim.Optimizer, part: Tensor) -> dict[str, Any]:

@@ -38,6 +38,7 @@ def launch(table: Any, group: dict[str, Any], divide_by: Tensor, skip: Tensor, b
         log2=math.log(beta2) if beta2 else -1e9,
         aligned=table.aligned,
         kind=KINDS[table.kind],
+        finds=table.finds,
         block=block,
         num_warps=8,
     )
@@ -60,13 +61,15 @@ def _adamw(  # noqa: ANN202
     log2: tl.constexpr,
     aligned: tl.constexpr,
     kind: tl.constexpr,
+    finds: tl.constexpr,
     block: tl.constexpr,
 ):
     number = tl.program_id(0)
     owner = tl.load(owners + number)
     at = (number - tl.load(begins + owner)) * block + tl.arange(0, block)  # int64, as `begins` is
-    inside = (at < tl.load(sizes + owner)) & (tl.load(skip) == 0.0)
-    row = addresses + owner * 6
+    there = at < tl.load(sizes + owner)
+    inside = there & (tl.load(skip) == 0.0)
+    row = addresses + owner * 7
     whole: tl.constexpr = tl.pointer_type(tl.float32)
     parameters, gradients = tl.load(row).to(whole), tl.load(row + 1).to(whole)
     firsts_of, seconds_of = tl.load(row + 2).to(whole), tl.load(row + 3).to(whole)
@@ -80,14 +83,19 @@ def _adamw(  # noqa: ANN202
     gradient = tl.load(gradients + at, mask=inside, other=0.0) / tl.load(divide_by)
     first = tl.load(firsts_of + at, mask=inside, other=0.0)
     second = tl.load(seconds_of + at, mask=inside, other=0.0)
-    parameter = tl.load(parameters + at, mask=inside, other=0.0)
+    before = tl.load(parameters + at, mask=there, other=0.0)
     first = beta1 * first + (1.0 - beta1) * gradient
     second = beta2 * second + (1.0 - beta2) * gradient * gradient
-    parameter -= decay * parameter
+    parameter = before - decay * before
     parameter -= rate * first / (tl.sqrt(second) * root + eps)
     tl.store(firsts_of + at, first, mask=inside)
     tl.store(seconds_of + at, second, mask=inside)
     tl.store(parameters + at, parameter, mask=inside)
+    if finds:
+        slot = tl.load(row + 6)
+        if slot != 0:  # magnitudes are ordered as their bits are as integers; not a number is the largest
+            bits = tl.where(inside, parameter, before).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            tl.atomic_max(slot.to(tl.pointer_type(tl.int32)), tl.max(bits), sem="relaxed")
     if kind is not None:
         address = tl.load(row + 5)
         places = address.to(tl.pointer_type(kind))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shoal.job import Optimizer
 from shoal.parallel.sums import cast_into
-from shoal.train.adamw import Tables, takes
+from shoal.train.adamw import Ready, Tables, takes
 from shoal.train.adamw import update as update_adamw
 
 
@@ -44,7 +44,7 @@ def update(
     divide_by: Tensor,
     skip: Tensor,
     tables: Tables | None = None,
-    places: Mapping[Tensor, Tensor] | None = None,
+    ready: Ready | None = None,
 ) -> None:
     """Update with gradients divided by `divide_by`, or do nothing where `skip` is 1; no wait for the device.
 
@@ -52,7 +52,7 @@ def update(
 
     Args:
         tables: kept from one update to the next: updates are then by a kernel of ours where there is one (see `adamw`).
-        places: of parts, where they are written in 16 bits, too; (n,), all of one type.
+        ready: what is left of parts beside.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -61,11 +61,21 @@ def update(
                 part.grad = part.grad / divide_by if part.grad is not None else None
     scale = torch.ones_like(divide_by) if divide_by.dtype == torch.float64 else divide_by
     if tables is not None and takes(optimizer):
-        update_adamw(optimizer, tables, scale.float(), skip.float(), places)
+        update_adamw(optimizer, tables, scale.float(), skip.float(), ready)
         return
     optimizer.grad_scale = scale.float()  # pyrefly: ignore[missing-attribute]
     optimizer.found_inf = skip.float()  # pyrefly: ignore[missing-attribute]
     optimizer.step()
-    if places:
-        mine = [part for group in optimizer.param_groups for part in group["params"] if part in places]
-        cast_into([places[part] for part in mine], [part.detach().view(-1) for part in mine])
+    if ready is not None:
+        _leave(ready, [part for group in optimizer.param_groups for part in group["params"]])
+
+
+def _leave(ready: Ready, parts: list[Tensor]) -> None:
+    """As the kernel leaves it of the parts that it updates."""
+    cast = [part for part in parts if part in ready.places]
+    if cast:
+        cast_into([ready.places[part] for part in cast], [part.detach().view(-1) for part in cast])
+    measured = [part for part in parts if part in ready.largest]
+    if measured:
+        sizes = torch._foreach_norm([part.detach() for part in measured], float("inf"))
+        torch._foreach_copy_([ready.largest[part] for part in measured], list(sizes))

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.job import Optimizer
 from shoal.parallel.replicate import core
-from shoal.train.adamw import Tables
+from shoal.train.adamw import Ready, Tables
 from shoal.train.fused import kinds, make, update
 from shoal.train.streamed import Streamed
 
@@ -127,15 +127,17 @@ class LocalOptimizer:
         *,
         after_first: Callable[[], None] | None = None,
         places: Mapping[str, Tensor] | None = None,
+        largest: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Update with gradients divided by `divide_by`, or do nothing where `skip` is 1; no wait for the device.
 
         Args:
             after_first: called when all updates of `first` are on their way to the device.
             places: where local parts, one-dimensional, are written in 16 bits, too, if `fills_places`.
+            largest: what becomes the largest magnitude of a local part, likewise.
         """
         if isinstance(self._update, AtOnce):
-            self._update.step(lr, divide_by, skip, after_first, places or {})
+            self._update.step(lr, divide_by, skip, after_first, places or {}, largest or {})
         else:
             self._update.step(lr, divide_by, skip)
         for part in self._locals.values():
@@ -203,13 +205,18 @@ class AtOnce:
         skip: Tensor,
         after_first: Callable[[], None] | None,
         places: Mapping[str, Tensor],
+        largest: Mapping[str, Tensor],
     ) -> None:
         """As `fused.update`, of the gradients that parts have."""
-        of_parts: dict[Tensor, Tensor] = {
-            self._parts[name]: place[: self._parts[name].numel()] for name, place in places.items()
-        }
+        parts = self._parts
+        ready = None
+        if places or largest:
+            ready = Ready(
+                {parts[name]: place[: parts[name].numel()] for name, place in places.items()},
+                {parts[name]: one for name, one in largest.items()},
+            )
         for number, (optimizer, tables) in enumerate(self._updates):
-            update(optimizer, lr, divide_by, skip, tables, of_parts)
+            update(optimizer, lr, divide_by, skip, tables, ready)
             if number == 0 and self._early and after_first is not None:
                 after_first()
 

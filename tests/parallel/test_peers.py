@@ -119,6 +119,7 @@ def trained(world: World, plan: Plan, precision: Precision, folder: Path) -> tup
         (Plan(shard=2, zero=3, micro_batch=8, cuda_graphs=True), "bf16"),
         (Plan(shard=2, zero=1, micro_batch=4), "fp32"),
         (Plan(shard=2, zero=2, micro_batch=4), "float8_gather"),
+        (Plan(shard=2, zero=3, micro_batch=8, cuda_graphs=True), "float8_gather"),
         (Plan(shard=4, zero=3, micro_batch=1), "bf16"),  # rows that 4 ranks do not divide
         (Plan(shard=4, zero=2, micro_batch=4), "bf16"),
         (Plan(replicate=2, shard=2, zero=2, micro_batch=2), "bf16"),

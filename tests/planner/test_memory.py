@@ -135,3 +135,30 @@ def test_advice_is_about_what_the_plan_does_not_do_yet() -> None:
     plan = Plan(shard=8, micro_batch=1, recompute="full", offload=("optimizer", "activations"), tensor=2)
     advice = judge(memory(79, 79, {Category.OPTIMIZER: 70 * GIB}), plan, H100).advice
     assert advice == ["more devices"]
+
+
+def left_gathered(plan: Plan, cluster: str) -> tuple[int, int]:
+    """Bytes of gathered parameters when the first update begins, and at the peak."""
+    trace = simulate(work(), plan, Cluster.parse(cluster))
+    first = next(i for i, moment in enumerate(trace.moments) if moment.phase == "update")
+    live: set[int] = set()
+    for _, event in trace.memory(first):
+        live.add(event) if event >= 0 else live.discard(~event)
+    left = [trace.storages[number] for number in live]
+    peak = memory_of(trace, plan, "cuda").peak.by_category
+    return sum(e.nbytes for e in left if category_of(e) is Category.GATHERED), peak[Category.GATHERED]
+
+
+def test_gathered_parameters_that_other_ranks_read_stay() -> None:
+    """Where GPUs reach each other's memory; else they go with the backward that needed them last."""
+    plan = Plan(shard=2, zero=2, compile=False)
+    stays, at_peak = left_gathered(plan, "1x2 h100")
+    assert 2 * PARAMETERS <= stays <= 2 * PARAMETERS + 512 * 30
+    assert at_peak == stays
+    for other, cluster in (
+        (plan.model_copy(update={"copy_engines": False}), "1x2 h100"),
+        (plan, "1x2 rtx4090"),
+        (plan, "2x1 h100"),
+        (plan.model_copy(update={"zero": 3}), "1x2 h100"),
+    ):
+        assert left_gathered(other, cluster)[0] == 0, (other, cluster)

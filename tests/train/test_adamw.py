@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.job import Optimizer
-from shoal.train.adamw import ALIGNED, BLOCK, Tables, blocks_of, takes
+from shoal.train.adamw import ALIGNED, BLOCK, Ready, Tables, blocks_of, takes
 from shoal.train.fused import make, update
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def row(size: int, offset: int = 0) -> tuple[Tensor, ...]:
 def test_tables_are_made_anew_when_something_moved_and_else_kept() -> None:
     tables, rows = Tables(), [row(8), row(5000)]
     first = tables.of(0, rows)
-    assert first.addresses.tolist() == [[*(tensor.data_ptr() for tensor in each), 0] for each in rows]
+    assert first.addresses.tolist() == [[*(tensor.data_ptr() for tensor in each), 0, 0] for each in rows]
     assert tables.of(0, rows) is first and first.aligned
     place = torch.zeros(5000, dtype=torch.bfloat16)
     placed = tables.of(0, rows, [None, place])
@@ -65,9 +65,11 @@ def test_what_is_not_on_a_gpu_is_left_to_torch(name: str) -> None:
     made = optimizer_of(name, {"part": part})
     assert not takes(made)
     place = torch.zeros(16, dtype=torch.bfloat16)
-    update(made, 0.01, torch.tensor(1.0), torch.tensor(0.0), Tables(), {part: place})
+    ready = Ready({part: place}, {part: (largest := torch.zeros(()))})
+    update(made, 0.01, torch.tensor(1.0), torch.tensor(0.0), Tables(), ready)
     assert float(part.detach().max()) < 1
     assert torch.equal(place, part.detach().view(-1).bfloat16())
+    assert largest == part.detach().abs().max()
 
 
 def parts_of(offset: int) -> dict[str, nn.Parameter]:
@@ -88,6 +90,7 @@ def test_updates_are_those_of_torch(kind: torch.dtype, offset: int) -> None:
     ours, theirs = parts_of(offset), parts_of(offset)
     made, right, tables = optimizer_of("adamw", ours), optimizer_of("adamw", theirs), Tables()
     places: dict[Tensor, Tensor] = {part: part.detach().view(-1).to(kind) for part in ours.values()}
+    largest: dict[Tensor, Tensor] = {part: torch.zeros((), device="cuda") for part in ours.values()}
     generator = torch.Generator("cuda").manual_seed(1)
     for step in range(8):
         skip = torch.tensor(float(step == 3), device="cuda")
@@ -100,10 +103,11 @@ def test_updates_are_those_of_torch(kind: torch.dtype, offset: int) -> None:
         if offset == 0:
             assert takes(made)
         before = {name: part.detach().clone() for name, part in ours.items()}
-        update(made, 0.01, divide_by, skip, tables, places)
+        update(made, 0.01, divide_by, skip, tables, Ready(places, largest))
         update(right, 0.01, divide_by, skip)
         assert all(torch.equal(part, before[name]) for name, part in ours.items()) == (step == 3)
         assert all(torch.equal(places[p], p.detach().view(-1).to(kind)) for p in ours.values())
+        assert all(largest[p] == p.detach().abs().max() for p in ours.values() if p.grad is not None)
     for name, part in ours.items():
         torch.testing.assert_close(part, theirs[name], rtol=2e-6, atol=2e-7)
         for kind, value in made.state[part].items():
