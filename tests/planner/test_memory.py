@@ -154,7 +154,7 @@ def test_gathered_parameters_that_other_ranks_read_stay() -> None:
     plan = Plan(shard=2, zero=2, compile=False)
     stays, at_peak = left_gathered(plan, "1x2 h100")
     assert 2 * PARAMETERS <= stays <= 2 * PARAMETERS + 512 * 30
-    assert at_peak == stays
+    assert stays <= at_peak <= stays + 512 * 30  # in the allocator's pieces
     for other, cluster in (
         (plan.model_copy(update={"copy_engines": False}), "1x2 h100"),
         (plan, "1x2 rtx4090"),
