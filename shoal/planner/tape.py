@@ -172,6 +172,10 @@ class Tape(TorchDispatchMode):
         """The current stream goes on when something has ended."""
         self._stream_waits(self._streams.current.stream_id, on)
 
+    def synchronise(self) -> None:
+        """The host goes on when the current stream has done all."""
+        self._stream_waits(None, self._record(self._streams.current.stream_id))
+
     def _record(self, stream: int) -> Launch:
         return self.add(Launch("record", stream, "", self.now()))
 

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import FakeWork
 
 import shoal.parallel.direct as direct
 import shoal.parallel.exchange as exchange
+import shoal.parallel.expert as expert
 from shoal.parallel.peers import Peers
 from shoal.parallel.sums import blocks_of, sum_parts
 from shoal.planner.fake_device import replace
@@ -71,6 +72,7 @@ def simulate_works(undo: ExitStack, tape: Tape, *, holds: bool, reach: bool = Fa
         replace(undo, direct, "find_peers", functools.partial(_find_peers, tape))
     if not holds:
         replace(undo, exchange, "exchange_many", functools.partial(_exchanged, tape))
+    replace(undo, expert, "_rows_sent", functools.partial(_waited_for, tape, expert._rows_sent))
     library = torch.library.Library("c10d", "IMPL")
     undo.callback(library._destroy)  # there is no public way to take a kernel back
     library.impl(WITHOUT_META, _done, "Meta")
@@ -136,6 +138,12 @@ class SimulatedShared:
 
     def gather(self) -> None:
         self._peers.gather(self.tensors, ())
+
+
+def _waited_for(tape: Tape, find: Callable[..., Any], *of_rows: Any) -> Any:
+    """The host waits for the numbers of rows that ranks send each other."""
+    tape.synchronise()
+    return find(*of_rows)
 
 
 def _find_peers(

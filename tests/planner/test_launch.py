@@ -13,7 +13,7 @@ from shoal.cluster import Cluster
 from shoal.plan import Plan
 from shoal.planner.launch import WIDENING, Cost, Dims, Heads, Launch, cost_of, on_lists, parts_of
 from shoal.planner.simulate import simulate, simulated_world
-from tests.planner.real import dense, work
+from tests.planner.real import DIMS, balanced_moe, dense, work
 
 aten: Any = torch.ops.aten
 
@@ -181,3 +181,12 @@ def test_between_hosts_gradients_are_reduced_in_fp32() -> None:
     sent = [event for event in trace.events if isinstance(event, Launch) and event.kind == "collective"]
     assert {launch.operator for launch in sent} >= {"all_gather", "reduce_scatter"}
     assert not [launch for launch in sent if launch.operator == "all_to_all"]
+
+
+def test_the_host_waits_for_numbers_of_rows_once_in_each_block_with_experts() -> None:
+    for expert in (1, 2):
+        plan = Plan(shard=2, expert=expert, compile=False)
+        trace = simulate(work(balanced_moe), plan, Cluster.parse("1x2 h100"))
+        waits = [launch for launch in trace.launches() if launch.kind == "sync" and launch.moment.step == 1]
+        assert len(waits) == (DIMS.layers if expert > 1 else 0)
+        assert all(launch.moment.phase == "forward" for launch in waits)
