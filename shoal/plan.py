@@ -218,6 +218,11 @@ class Plan(BaseModel):
                 f"context_by = {self.context_by!r} is how ranks that share a sequence attend, and context = 1; leave it out, or "
                 "use context = 2 or more"
             )
+        if self.copy_engines and self.cut == 1:
+            raise ValueError(
+                "copy_engines = true is how ranks that cut the model send its parts, and shard x context = 1; leave it out, or use "
+                "shard = 2 or more"
+            )
         # on one device there is nothing to cut for anybody, and a job may be tried there as it is
         if self.zero and self.world_size > 1 and self.cut == 1 and "parameters" not in self.offload:
             instead = (

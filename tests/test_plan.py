@@ -107,6 +107,7 @@ def test_zero_is_3_unless_said_and_0_with_nothing_to_shard(keys: dict[str, Any],
         ({"shard": 2, "virtual_stages": 2}, "virtual_stages = 2 .* pipeline = 1; leave it out"),
         ({"shard": 2, "context_by": "all_to_all"}, "context_by = 'all_to_all' .* context = 1; leave it out"),
         ({"replicate": 4, "zero": 2}, "zero = 2 cuts over .* or use shard = 4 in place of replicate"),
+        ({"tensor": 4, "copy_engines": True}, "copy_engines = true .* leave it out, or use shard = 2"),
         ({"tensor": 4, "zero": 3}, "zero = 3 cuts over .* leave it out, or use shard = 2 or more"),
     ],
 )

@@ -67,6 +67,8 @@ def _region(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Regi
     """By a module that torch documents under its private name alone (pytorch, docs/source/symmetric_memory.md). Collective."""
     from torch.distributed import _symmetric_memory as symmetric
 
+    if torch.cuda.mem_get_info(device)[0] < nbytes:  # torch's allocator may keep as much that nobody uses
+        torch.cuda.empty_cache()
     own = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
     handle = symmetric.rendezvous(own, group)
 

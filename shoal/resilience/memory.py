@@ -15,7 +15,7 @@ from shoal.plan import Plan
 
 # What torch, CUDA's libraries and NCCL say where they raise no OutOfMemoryError.
 SAID = re.compile(
-    r"DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA (driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|"
     r"Cuda failure .{0,20}out of memory"
 )
 CUT_BY_MICRO_BATCH = ("forward", "diagnose", "eval")
