@@ -378,7 +378,8 @@ def _init_process_group(
         rank=place.rank,
         world_size=place.size,
         timeout=deadline,
-        device_id=device if on_gpu else None,
+        # a group that is bound to a device is split for a mesh, which torch 2.11 cannot do with Gloo's
+        device_id=device if "nccl" in backends and on_gpu else None,
     )
 
 
