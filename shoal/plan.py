@@ -220,8 +220,8 @@ class Plan(BaseModel):
             )
         if self.copy_engines and self.cut == 1:
             raise ValueError(
-                "copy_engines = true is how ranks send parts of a model that is cut, and shard x context = 1; leave it out, or use "
-                "shard = 2 or more"
+                "copy_engines = true is how ranks send parts of a model that is cut, and shard x context = 1; leave it out, or "
+                "use shard = 2 or more"
             )
         # on one device there is nothing to cut for anybody, and a job may be tried there as it is
         if self.zero and self.world_size > 1 and self.cut == 1 and "parameters" not in self.offload:
