@@ -9,6 +9,7 @@ import torch
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch import Tensor
+from triton.language.extra.cuda.libdevice import sub_rn  # pyrefly: ignore[missing-import]
 
 KINDS = {None: None, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 """of places, as triton has them"""
@@ -87,7 +88,8 @@ def _adamw(  # noqa: ANN202
     first = beta1 * first + (1.0 - beta1) * gradient
     second = beta2 * second + (1.0 - beta2) * gradient * gradient
     parameter = before - decay * before
-    parameter -= rate * first / (tl.sqrt(second) * root + eps)
+    # rounded as it is said: ptxas would join the division and the subtraction, or not, by what else a kernel does
+    parameter = sub_rn(parameter, rate * first / (tl.sqrt(second) * root + eps))
     tl.store(firsts_of + at, first, mask=inside)
     tl.store(seconds_of + at, second, mask=inside)
     tl.store(parameters + at, parameter, mask=inside)

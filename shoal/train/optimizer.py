@@ -137,7 +137,7 @@ class LocalOptimizer:
             largest: what becomes the largest magnitude of a local part, likewise.
         """
         if isinstance(self._update, AtOnce):
-            self._update.step(lr, divide_by, skip, after_first, places or {}, largest or {})
+            self._update.step(lr, divide_by, skip, after_first, places, largest)
         else:
             self._update.step(lr, divide_by, skip)
         for part in self._locals.values():
@@ -203,17 +203,17 @@ class AtOnce:
         lr: float,
         divide_by: Tensor,
         skip: Tensor,
-        after_first: Callable[[], None] | None,
-        places: Mapping[str, Tensor],
-        largest: Mapping[str, Tensor],
+        after_first: Callable[[], None] | None = None,
+        places: Mapping[str, Tensor] | None = None,
+        largest: Mapping[str, Tensor] | None = None,
     ) -> None:
         """As `fused.update`, of the gradients that parts have."""
         parts = self._parts
         ready = None
         if places or largest:
             ready = Ready(
-                {parts[name]: place[: parts[name].numel()] for name, place in places.items()},
-                {parts[name]: one for name, one in largest.items()},
+                {parts[name]: place[: parts[name].numel()] for name, place in (places or {}).items()},
+                {parts[name]: one for name, one in (largest or {}).items()},
             )
         for number, (optimizer, tables) in enumerate(self._updates):
             update(optimizer, lr, divide_by, skip, tables, ready)
