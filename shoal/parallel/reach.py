@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from contextlib import suppress
 
 import torch
@@ -67,6 +68,8 @@ def _region(group: dist.ProcessGroup, device: torch.device, nbytes: int) -> Regi
     """By a module that torch documents under its private name alone (pytorch, docs/source/symmetric_memory.md). Collective."""
     from torch.distributed import _symmetric_memory as symmetric
 
+    # each region would be given an address that writes to all GPUs at once, of which switches have few, and nobody here uses it
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     if torch.cuda.mem_get_info(device)[0] < nbytes:  # torch's allocator may keep as much that nobody uses
         torch.cuda.empty_cache()
     own = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
