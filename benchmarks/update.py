@@ -24,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from shoal.job import Optimizer
 from shoal.observe.machine import facts
+from shoal.parallel.places import Ready
 from shoal.run import write_whole
-from shoal.train.adamw import Ready, Tables, takes
+from shoal.train.adamw import Tables, takes
 from shoal.train.fused import make, update
 
 BYTES = 28

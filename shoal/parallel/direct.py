@@ -29,7 +29,7 @@ from shoal.parallel.exchange import Exchange, gather_many
 from shoal.parallel.gather8 import narrow_weight_of
 from shoal.parallel.peers import Peers, Shared
 from shoal.parallel.reach import find_peers
-from shoal.parallel.shard import is_gathered, parameter_groups, parameters_of
+from shoal.parallel.shard import groups_of, is_gathered, parameter_groups, parameters_of
 from shoal.parallel.sums import cast_into
 from shoal.plan import Plan
 from shoal.world import World
@@ -76,8 +76,7 @@ def gathered_first(model: nn.Module) -> set[nn.Parameter]:
 
 def gathers_of(model: nn.Module) -> list[Gather]:
     """What gathers the units of a model in place, in one order on all ranks."""
-    groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in parameter_groups(m)]
-    found = [getattr(group.unshard, "__self__", None) for group in groups]
+    found = [getattr(group.unshard, "__self__", None) for group in groups_of(model)]
     return [gather for gather in found if isinstance(gather, Gather)]
 
 

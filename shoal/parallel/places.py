@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from shoal.parallel.direct import Gather, gather_first, gathers_of, groups_of_root
 from shoal.parallel.gather8 import narrow_weight_of
-from shoal.parallel.shard import is_gathered, parameter_groups, reshard
+from shoal.parallel.shard import groups_of, is_gathered, reshard
 
 KINDS = (torch.bfloat16, torch.float16)
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Ready(NamedTuple, Generic[Key]):
+    """What an update leaves of parts of weights beside, for the next gather; of some of them, by name or by part."""
+
+    places: Mapping[Key, Tensor]
+    """where a part is written in 16 bits, too; (n,), all of one type"""
+    largest: Mapping[Key, Tensor]
+    """what becomes the largest magnitude of a part, fp32 of one element"""
 
 
 class Places:
@@ -28,8 +38,8 @@ class Places:
         self._scales = list(dict.fromkeys(weight.scales for weight in weights if weight is not None))
         self._names = {parameter: name for name, parameter in parameters.items()}
 
-    def taken(self) -> dict[str, dict[str, Tensor]]:
-        """By name "places" and "largest", to be filled by an update; what is not updated lies there since it was first gathered.
+    def taken(self) -> Ready[str]:
+        """By name, to be filled by an update; what is not updated lies there since it was first gathered.
 
         All ranks must be through with what they gathered from there before.
         """
@@ -48,7 +58,7 @@ class Places:
             if len(mine) == len(names):
                 scales.found = True
                 largest |= mine
-        return {"places": found, "largest": largest}
+        return Ready(found, largest)
 
     def prepare(self, *, ahead: bool) -> None:
         """Have all ready for a recording of a forward and backward, or a replay of it, which gathers for itself. Collective.
@@ -57,8 +67,7 @@ class Places:
             ahead: but for what is needed first: that has been gathered, or is now.
         """
         first = groups_of_root(self._model) if ahead else []
-        groups = [g for m in self._model.modules() if isinstance(m, FSDPModule) for g in parameter_groups(m)]
-        if any(is_gathered(group) and group not in first for group in groups):
+        if any(is_gathered(group) and group not in first for group in groups_of(self._model)):
             reshard(self._model)
         for gather, _ in self._eligible():
             gather.fill()

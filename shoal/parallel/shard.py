@@ -115,6 +115,13 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
     return [group for group in groups if group]
 
 
+def groups_of(model: nn.Module) -> list[Any]:
+    """The same of all sharded modules in `model`, in one order on all ranks."""
+    return [
+        g for module in model.modules() if isinstance(module, FSDPModule) for g in parameter_groups(module)
+    ]
+
+
 def parameters_of(group: Any) -> list[nn.Parameter]:
     """Of torch's FSDPParamGroup, as the model has them now."""
     owners = [parameter._module_info for parameter in group.fsdp_params]

@@ -10,26 +10,18 @@ Source: Loshchilov and Hutter 2019 (decoupled weight decay, arXiv:1711.05101).
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shoal.parallel.places import Ready
 from shoal.simulated import is_simulated
 
 BLOCK = 1024  # elements that one program updates: of 2,048 it takes 22.3 ms, of 4,096 25.0
 ALIGNED = 16  # bytes, of addresses that are read 4 elements at a time
-
-
-class Ready(NamedTuple):
-    """What an update leaves of parts beside, for the next gather."""
-
-    places: Mapping[Tensor, Tensor]
-    """where a part is written in 16 bits, too; (n,), all of one type"""
-    largest: Mapping[Tensor, Tensor]
-    """what becomes the largest magnitude of a part, fp32 of one element"""
 
 
 class Blocks(NamedTuple):
@@ -137,7 +129,7 @@ def update(
     tables: Tables,
     divide_by: Tensor,
     skip: Tensor,
-    ready: Ready | None = None,
+    ready: Ready[Tensor] | None = None,
 ) -> None:
     """Update all parts that have a gradient, or nothing where `skip` is 1; no wait for the device.
 

@@ -32,20 +32,21 @@ def memory_told(step: Step, device: torch.device) -> Generator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             with suppress(Exception):  # nothing may hide the error itself
-                for line in what_fills(step.optimizer.held(), device):
+                for line in what_fills(step.optimizer.held(), device, step.shared_bytes):
                     error.add_note(line)
         raise
 
 
-def what_fills(held: Mapping[str, Iterable[Tensor]], device: torch.device) -> list[str]:
+def what_fills(held: Mapping[str, Iterable[Tensor]], device: torch.device, shared: int = 0) -> list[str]:
     """Lines on a rank's memory.
 
     Args:
         held: this rank's parts of what training keeps, by kind.
+        shared: bytes of a GPU beside the allocator's, which other ranks read.
     """
     tensors = {kind: list(parts) for kind, parts in held.items()}
     if device.type == "cuda":
-        return _on_gpu(tensors, torch.cuda.memory_snapshot(), device)
+        return _on_gpu(tensors, torch.cuda.memory_snapshot(), device, shared)
     kinds = ", ".join(f"{kind} {_size(sum(map(_nbytes, parts)))}" for kind, parts in tensors.items())
     found = [f"of it {kinds}; the rest is activations and the program"]
     if (resident := _resident_bytes()) is not None:
@@ -56,15 +57,19 @@ def what_fills(held: Mapping[str, Iterable[Tensor]], device: torch.device) -> li
 
 
 def _on_gpu(
-    tensors: Mapping[str, list[Tensor]], segments: Iterable[Mapping[str, Any]], device: torch.device
+    tensors: Mapping[str, list[Tensor]],
+    segments: Iterable[Mapping[str, Any]],
+    device: torch.device,
+    shared: int,
 ) -> list[str]:
     free, total = torch.cuda.mem_get_info(device)
     used = torch.cuda.memory_allocated(device)
     cached = torch.cuda.memory_reserved(device) - used
-    others = total - free - used - cached
+    others = total - free - used - cached - shared
+    read = f"{_size(shared)} are gathered parameters and what is sent, " if shared else ""
     lines = [
-        f"of {_size(total)} on {device}, tensors hold {_size(used)}, the allocator keeps {_size(cached)} more in pieces, and "
-        f"{_size(others)} are CUDA's, NCCL's and other processes'"
+        f"of {_size(total)} on {device}, tensors hold {_size(used)}, the allocator keeps {_size(cached)} more in pieces, "
+        f"{read}and {_size(others)} are CUDA's, NCCL's and other processes'"
     ]
     kinds, rest = blocks_by_kind(tensors, segments, device.index or 0)
     told = ", ".join(f"{kind} {_size(size)}" for kind, size in kinds.items())

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.job import Optimizer
+from shoal.parallel.places import Ready
 from shoal.parallel.sums import cast_into
-from shoal.train.adamw import Ready, Tables, takes
+from shoal.train.adamw import Tables, takes
 from shoal.train.adamw import update as update_adamw
 
 
@@ -44,7 +45,7 @@ def update(
     divide_by: Tensor,
     skip: Tensor,
     tables: Tables | None = None,
-    ready: Ready | None = None,
+    ready: Ready[Tensor] | None = None,
 ) -> None:
     """Update with gradients divided by `divide_by`, or do nothing where `skip` is 1; no wait for the device.
 
@@ -70,7 +71,7 @@ def update(
         _leave(ready, [part for group in optimizer.param_groups for part in group["params"]])
 
 
-def _leave(ready: Ready, parts: list[Tensor]) -> None:
+def _leave(ready: Ready[Tensor], parts: list[Tensor]) -> None:
     """As the kernel leaves it of the parts that it updates."""
     cast = [part for part in parts if part in ready.places]
     if cast:

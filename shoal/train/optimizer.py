@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.job import Optimizer
+from shoal.parallel.places import Ready
 from shoal.parallel.replicate import core
-from shoal.train.adamw import Ready, Tables
+from shoal.train.adamw import Tables
 from shoal.train.fused import kinds, make, update
 from shoal.train.streamed import Streamed
 
@@ -126,18 +127,16 @@ class LocalOptimizer:
         skip: Tensor,
         *,
         after_first: Callable[[], None] | None = None,
-        places: Mapping[str, Tensor] | None = None,
-        largest: Mapping[str, Tensor] | None = None,
+        ready: Ready[str] | None = None,
     ) -> None:
         """Update with gradients divided by `divide_by`, or do nothing where `skip` is 1; no wait for the device.
 
         Args:
             after_first: called when all updates of `first` are on their way to the device.
-            places: where local parts, one-dimensional, are written in 16 bits, too, if `fills_places`.
-            largest: what becomes the largest magnitude of a local part, likewise.
+            ready: what is left of local parts beside, if `fills_places`.
         """
         if isinstance(self._update, AtOnce):
-            self._update.step(lr, divide_by, skip, after_first, places, largest)
+            self._update.step(lr, divide_by, skip, after_first, ready)
         else:
             self._update.step(lr, divide_by, skip)
         for part in self._locals.values():
@@ -204,19 +203,18 @@ class AtOnce:
         divide_by: Tensor,
         skip: Tensor,
         after_first: Callable[[], None] | None = None,
-        places: Mapping[str, Tensor] | None = None,
-        largest: Mapping[str, Tensor] | None = None,
+        ready: Ready[str] | None = None,
     ) -> None:
         """As `fused.update`, of the gradients that parts have."""
         parts = self._parts
-        ready = None
-        if places or largest:
-            ready = Ready(
-                {parts[name]: place[: parts[name].numel()] for name, place in (places or {}).items()},
-                {parts[name]: one for name, one in (largest or {}).items()},
+        of_parts: Ready[Tensor] | None = None
+        if ready is not None:
+            of_parts = Ready(
+                {parts[name]: place[: parts[name].numel()] for name, place in ready.places.items()},
+                {parts[name]: one for name, one in ready.largest.items()},
             )
         for number, (optimizer, tables) in enumerate(self._updates):
-            update(optimizer, lr, divide_by, skip, tables, ready)
+            update(optimizer, lr, divide_by, skip, tables, of_parts)
             if number == 0 and self._early and after_first is not None:
                 after_first()
 

@@ -345,8 +345,8 @@ class Step:
         skip = ~(norm.isfinite() & (weight > 0))
         gather = partial(gather_ahead, self.model) if ahead and self._gathers_ahead else None
         # all ranks have come to the sum over all, and so are through with what they gathered before
-        ready = self._places.taken() if ahead and self.optimizer.fills_places else {}
-        self.optimizer.step(lr, divisor / self._clip(norm), skip, after_first=gather, **ready)
+        ready = self._places.taken() if ahead and self.optimizer.fills_places else None
+        self.optimizer.step(lr, divisor / self._clip(norm), skip, after_first=gather, ready=ready)
         self._balance.rebalance(skip)
         if self._loss_scale is not None:
             self._loss_scale.update(~norm.isfinite())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import shoal.parallel.direct as direct
 import shoal.parallel.exchange as exchange
+import shoal.parallel.reach as reach
 import shoal.train.step as step_module
 from shoal.job import Precision
 from shoal.parallel.exchange import Exchange
@@ -178,6 +180,22 @@ def casts(world: World, plan: Plan, folder: Path) -> tuple[int, int]:
 def test_updates_leave_weights_as_they_are_gathered(plan: Plan, most: int, tmp_path: Path) -> None:
     """Where they have their places: two blocks and what is outside are cast once. Elsewhere before each gather."""
     assert run_ranks(2, casts, plan, tmp_path) == [(most, STEPS - 1)] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"compares_calls": True}, "ranks compare"),
+        ({"is_one_host": lambda group: False}, "ranks that cut the model are on several"),
+        ({"device": torch.device("cpu")}, "NVIDIA"),
+    ],
+)
+def test_where_it_cannot_be_the_reason_is_told_before_memory_is_asked_for(
+    changes: dict[str, Any], why: str
+) -> None:
+    known = {"device": torch.device("cuda"), "compares_calls": False, "is_one_host": lambda group: True}
+    world: Any = SimpleNamespace(**known | changes)
+    assert why in reach._why_not(cast(dist.ProcessGroup, None), world)
 
 
 def refused(world: World) -> list[str]:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.job import Optimizer
-from shoal.train.adamw import ALIGNED, BLOCK, Ready, Tables, blocks_of, takes
+from shoal.parallel.places import Ready
+from shoal.train.adamw import ALIGNED, BLOCK, Tables, blocks_of, takes
 from shoal.train.fused import make, update
 
 CPU = torch.device("cpu")
@@ -65,7 +66,7 @@ def test_what_is_not_on_a_gpu_is_left_to_torch(name: str) -> None:
     made = optimizer_of(name, {"part": part})
     assert not takes(made)
     place = torch.zeros(16, dtype=torch.bfloat16)
-    ready = Ready({part: place}, {part: (largest := torch.zeros(()))})
+    ready: Ready[Tensor] = Ready({part: place}, {part: (largest := torch.zeros(()))})
     update(made, 0.01, torch.tensor(1.0), torch.tensor(0.0), Tables(), ready)
     assert float(part.detach().max()) < 1
     assert torch.equal(place, part.detach().view(-1).bfloat16())
