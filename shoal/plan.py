@@ -23,6 +23,8 @@ Kept = Literal["attention", "communication", "matmul", "every_second_matmul"]
 
 KEPT: tuple[Kept, ...] = ("attention", "communication", "matmul")
 
+AttentionKernel = Literal["flash4", "cudnn"]
+
 Offloaded = Literal["parameters", "optimizer", "activations"]
 """What can be in host memory while the device does not need it."""
 
@@ -109,6 +111,11 @@ class Plan(BaseModel):
         None,
         description="record the forward and backward of a step on GPUs of one host, and launch it as one CUDA graph later; "
         "left out: for a Llama below 2 billion parameters under a plan that cuts over all of them",
+    )
+    attention: AttentionKernel | None = Field(
+        None,
+        description="the kernel of attention on Hopper and Blackwell GPUs: flash4 is flash-attention 4 (pip install "
+        "'shoal[flash]'), cudnn what cuDNN has; left out: flash4 where it is installed",
     )
     copy_engines: bool | None = Field(
         None,

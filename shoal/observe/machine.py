@@ -12,7 +12,7 @@ import subprocess
 from contextlib import suppress
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "accelerate", "triton", "numpy")
+PACKAGES = ("torch", "transformers", "accelerate", "triton", "numpy", "flash-attn-4")
 
 
 def facts() -> dict[str, Any]:

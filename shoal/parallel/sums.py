@@ -79,10 +79,11 @@ def _has_kernel(target: Tensor, source: Tensor) -> bool:
         and target.dtype in KINDS
         and source.dtype in KINDS
         and not is_simulated()
-        and _has_triton()
+        and has_triton()
     )
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether kernels written in triton can run on a GPU of NVIDIA."""
     return torch.version.hip is None and importlib.util.find_spec("triton") is not None

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shoal.parallel import flash
 from shoal.planner.streams import FakeStream, Streams
 
 CUDA = 1  # c10::DeviceType
@@ -313,7 +314,8 @@ def _attention(undo: ExitStack, capability: tuple[int, int]) -> None:
         half = query.dtype in (torch.float16, torch.bfloat16)
         fits = query.shape[-1] % 8 == 0 and query.shape[-1] <= (128 if attn_mask is not None else 256)
         if half and fits and capability >= (8, 0):
-            if capability >= (9, 0) and query.shape[-1] <= 128:
+            flash_first = flash.is_active() and attn_mask is None
+            if capability >= (9, 0) and query.shape[-1] <= 128 and not flash_first:
                 keeps = query.requires_grad or key.requires_grad or value.requires_grad
                 found = aten._scaled_dot_product_cudnn_attention(
                     query, key, value, attn_mask, keeps, dropout_p, is_causal, False, scale=scale
@@ -339,6 +341,7 @@ def _attention(undo: ExitStack, capability: tuple[int, int]) -> None:
     library = torch.library.Library("aten", "IMPL")
     undo.callback(library._destroy)
     library.impl("scaled_dot_product_attention", attend, "AutogradCUDA", allow_override=True)
+    undo.callback(flash.deactivate)
 
 
 def _as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

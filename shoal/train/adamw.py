@@ -9,7 +9,6 @@ Source: Loshchilov and Hutter 2019 (decoupled weight decay, arXiv:1711.05101).
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.parallel.places import Ready
+from shoal.parallel.sums import has_triton
 from shoal.simulated import is_simulated
 
 BLOCK = 1024  # elements that one program updates: of 2,048 it takes 22.3 ms, of 4,096 25.0
@@ -112,14 +112,14 @@ def blocks_of(sizes: Sequence[int], block: int, device: torch.device) -> Blocks:
 
 def takes(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the kernel updates what this optimizer holds: fp32 tensors without gaps on NVIDIA GPUs, where triton is there."""
-    if not isinstance(optimizer, torch.optim.AdamW) or torch.version.hip is not None or is_simulated():
+    if not isinstance(optimizer, torch.optim.AdamW) or is_simulated():
         return False
     parts = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     tensors = [tensor for part in parts for tensor in (part, part.grad) if tensor is not None]
     return (
         bool(tensors)
         and all(t.is_cuda and t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
-        and importlib.util.find_spec("triton") is not None
+        and has_triton()
     )
 
 

@@ -13,6 +13,7 @@ from shoal.data.cut import MicroBatch, StepBatch
 from shoal.parallel.apply import synchronise_buffers
 from shoal.parallel.shard import reshard
 from shoal.parallel.spread import Spread, spread_of
+from shoal.plan import AttentionKernel
 from shoal.train.kernels import attention_kernels
 from shoal.train.objective import Objective, output_of
 from shoal.train.step import as_scalar, to_device
@@ -28,14 +29,22 @@ class Evaluation(NamedTuple):
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, objective: Objective, batches: Iterable[StepBatch], world: World
+    model: nn.Module,
+    objective: Objective,
+    batches: Iterable[StepBatch],
+    world: World,
+    attention: AttentionKernel | None = None,
 ) -> Evaluation:
-    """The mean loss of the held-out set, in evaluation mode. Collective; the same on all ranks."""
+    """The mean loss of the held-out set, in evaluation mode. Collective; the same on all ranks.
+
+    Args:
+        attention: as in the plan.
+    """
     synchronise_buffers(model, world)
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
     spread = spread_of(model)
     model.eval()
-    with attention_kernels(world.device):
+    with attention_kernels(world.device, attention):
         for batch in batches:
             total += _sums(model, objective, batch.micro_batches, spread, world)
     reshard(model)

@@ -255,7 +255,7 @@ def _evaluate(training: Training, done: int) -> Evaluation | None:
         bad=training.bad.eval,
         deadline_s=settings.run.deadline_s,
     )
-    result = evaluate(training.model, training.objective, held_out, world)
+    result = evaluate(training.model, training.objective, held_out, world, training.plan.attention)
     training.metrics.write_eval(done, result.loss, result.weight, time.perf_counter() - began)
     training.progress.say(
         f"eval after step {done}: loss {result.loss:.4f} over {result.weight:,} {training.rates.unit}"

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.parallel.tensor import cross_entropy_sum, whole_output
 from shoal.tensors import tensors_in
+from shoal.train import entropy
 
 
 class Loss(NamedTuple):
@@ -45,12 +46,13 @@ class NextToken:
     """Cross-entropy of the next token, over the labels that are not -100. Takes logits that are cut by vocabulary as they are.
 
     Args:
-        compiled: compile the loss into few kernels, so that logits are read once; for GPUs.
+        compiled: read logits once, by kernels of Shoal's own, or where these do not take them by what torch compiles; for GPUs.
     """
 
     takes_parts = True
 
     def __init__(self, *, compiled: bool = False) -> None:
+        self._compiled = compiled
         self._sum = torch.compile(_cross_entropy_sum) if compiled else _cross_entropy_sum
         self._parts_sum = torch.compile(cross_entropy_sum) if compiled else cross_entropy_sum
 
@@ -65,6 +67,8 @@ class NextToken:
         if isinstance(output, DTensor):
             parts, group = output.to_local().flatten(0, 1), output.device_mesh.get_group()
             return Loss(self._parts_sum(parts, labels.flatten(), group), weight)
+        if self._compiled and entropy.takes(output):
+            return Loss(entropy.cross_entropy_sum(output.flatten(0, 1), labels.flatten()), weight)
         return Loss(self._sum(output, labels), weight)
 
 

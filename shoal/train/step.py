@@ -204,7 +204,7 @@ class Step:
         if not self.model.training:
             self.model.train()
         if self._spread.pipeline is not None:
-            with attention_kernels(self.world.device):
+            with attention_kernels(self.world.device, self.plan.attention):
                 return self._pipelined(self._spread.pipeline, micro_batches)
         last = len(micro_batches) - 1
         shares = [
@@ -272,7 +272,10 @@ class Step:
     def _compute(self, brought: Brought, last: bool) -> Tensor:
         """What the device does for a micro-batch; as `as_pass` takes it."""
         data, counts = brought
-        with attention_kernels(self.world.device), accumulation(self.model, self.plan, last=last):
+        with (
+            attention_kernels(self.world.device, self.plan.attention),
+            accumulation(self.model, self.plan, last=last),
+        ):
             output = output_of(self.objective, self.model, data)
             self._check_output(output)
             loss = self.objective.loss(output, data)
