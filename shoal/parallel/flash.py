@@ -19,6 +19,7 @@ import warnings
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import (
     activate_flash_attention_impl,
@@ -244,4 +245,15 @@ def _register(key: str = "CUDA") -> _Operators:
             f"the package {PACKAGE} is installed and cannot be imported: {error}; repair or remove it, or set plan.attention = "
             '"cudnn"'
         ) from error
-    return _Operators(Kernels(interface), key)
+    operators = _Operators(Kernels(interface), key)
+    _settle_order()
+    return operators
+
+
+def _settle_order() -> None:
+    """Have a process's first attention behind it, at which torch puts cuDNN first, whatever order it was told before.
+
+    (sdp_utils.cpp: priority_order_init_; seen with torch 2.11.) Blocks that are compiled then would keep cuDNN's kernel.
+    """
+    x = torch.zeros(1, 1, 1, _ALIGNED, dtype=torch.float16, device="cuda")
+    F.scaled_dot_product_attention(x, x, x)

@@ -15,7 +15,7 @@ def launch_losses(logits: Tensor, labels: Tensor, losses: Tensor, lse: Tensor, i
     """Of logits (N, V) each row's loss and the logarithm of its sum of exponentials, both (N,) in fp32; 0 where ignored."""
     rows, width = logits.shape
     block = min(READ, triton.next_power_of_2(width))
-    _losses[(rows,)](logits, labels, losses, lse, width, ignore, block=block, num_warps=4)
+    _cross_entropy_losses[(rows,)](logits, labels, losses, lse, width, ignore, block=block, num_warps=4)
 
 
 def launch_gradients(
@@ -25,11 +25,13 @@ def launch_gradients(
     rows, width = logits.shape
     block = min(WRITTEN, triton.next_power_of_2(width))
     grid = (rows, triton.cdiv(width, block))
-    _gradients[grid](logits, labels, lse, gradient, found, width, ignore, block=block, num_warps=4)
+    _cross_entropy_gradients[grid](
+        logits, labels, lse, gradient, found, width, ignore, block=block, num_warps=4
+    )
 
 
 @triton.jit
-def _losses(logits, labels, losses, lse, width, ignore, block: tl.constexpr) -> None:
+def _cross_entropy_losses(logits, labels, losses, lse, width, ignore, block: tl.constexpr) -> None:
     row = tl.program_id(0)
     label = tl.load(labels + row)
     if label == ignore:
@@ -55,7 +57,9 @@ def _losses(logits, labels, losses, lse, width, ignore, block: tl.constexpr) -> 
 
 
 @triton.jit
-def _gradients(logits, labels, lse, gradient, found, width, ignore, block: tl.constexpr) -> None:
+def _cross_entropy_gradients(
+    logits, labels, lse, gradient, found, width, ignore, block: tl.constexpr
+) -> None:
     row = tl.program_id(0)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < width

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +20,9 @@ aten: Any = torch.ops.aten
 HAS_IT = (
     flash.is_installed() and torch.cuda.is_available() and flash.is_for(torch.cuda.get_device_capability())
 )
+
+
+needs_it = pytest.mark.skipif(not HAS_IT, reason="needs flash-attn-4 and a Hopper or Blackwell GPU")
 
 
 class Package:
@@ -246,7 +251,14 @@ def test_which_kernel_is_taken(
         flash.deactivate()
 
 
-@pytest.mark.skipif(not HAS_IT, reason="needs flash-attn-4 and a Hopper or Blackwell GPU")
+@needs_it
+def test_on_a_gpu_it_is_what_a_process_compiles_first() -> None:
+    """torch has an order of its own, which it sets at a process's first attention."""
+    found = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=300)
+    assert found.stdout == "forward\nbackward\n", found.stderr
+
+
+@needs_it
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_on_a_gpu_it_agrees_with_fp32(width: int, kv_heads: int) -> None:
@@ -267,3 +279,22 @@ def test_on_a_gpu_it_agrees_with_fp32(width: int, kv_heads: int) -> None:
                 assert (mine.float() - its).norm() < 1e-2 * its.norm()
     finally:
         flash.deactivate()
+
+
+class Told(flash.Kernels):
+    """The package's functions, which say that they run."""
+
+    def forward(self, *given: Any) -> Tensor:
+        print("forward")
+        return super().forward(*given)
+
+    def backward(self, *given: Any) -> None:
+        print("backward")
+        super().backward(*given)
+
+
+if __name__ == "__main__":
+    flash.Kernels = Told
+    x = torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with attention_kernels(torch.device("cuda")):
+        torch.compile(whole)(x, x, x).sum().backward()
