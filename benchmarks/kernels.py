@@ -3,9 +3,9 @@
     python benchmarks/kernels.py --out FILE [--hot-s 2] [--turns 2]
 
 Attention is causal, 32 heads on 8, in bf16: cuDNN's, and flash-attention 4's where it is installed; forward, backward, and both
-between the matrix products of a block of its model, forward and backward, as steps have it (a GPU at its power limit runs products
-slower after a kernel that takes more). The loss is the cross-entropy of 8,192 tokens over 128,256 words: Shoal's kernels, and what
-torch compiles. Each figure is the mean of the second half of so many seconds.
+between the matrix products of a block of its model, forward and backward, as steps have it (a GPU at its power limit runs
+products slower after a kernel that takes more). The loss is the cross-entropy of 8,192 tokens over 128,256 words: Shoal's
+kernels, and what torch compiles. Each figure is the mean of the second half of so many seconds.
 """
 
 from __future__ import annotations

@@ -245,9 +245,8 @@ def _register(key: str = "CUDA") -> _Operators:
             f"the package {PACKAGE} is installed and cannot be imported: {error}; repair or remove it, or set plan.attention = "
             '"cudnn"'
         ) from error
-    operators = _Operators(Kernels(interface), key)
     _settle_order()
-    return operators
+    return _Operators(Kernels(interface), key)
 
 
 def _settle_order() -> None:
