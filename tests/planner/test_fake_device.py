@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.parallel import flash
 from shoal.planner.fake_device import FakeDevice, fake_device, replace
 from shoal.planner.pieces import Pieces
+from shoal.planner.workspace import scratch_bytes
 
 GPU = torch.device("cuda", 0)
 
@@ -80,6 +82,36 @@ def test_attention_takes_the_kernel_that_the_gpu_would(
     fused = [name for name in seen if f"{kernel}_attention" in name]
     scores = any("softmax" in name for name in seen)
     assert scores if kernel == "math" else len(fused) == 2 and not scores
+
+
+def test_flash_attention_4_is_taken_where_it_is_active_and_there_is_no_mask() -> None:
+    for masked, kernel in ((False, "flash"), (True, "cudnn")):
+        with operators() as seen:
+            flash.activate(simulated=True)
+            query, key = on_gpu(2, 4, 16, 32), on_gpu(2, 2, 16, 32)
+            mask = torch.empty(2, 1, 16, 16, dtype=torch.bool, device=GPU) if masked else None
+            out = F.scaled_dot_product_attention(
+                query, key, key, attn_mask=mask, is_causal=not masked, enable_gqa=True
+            )
+            out.sum().backward()
+        assert not flash.is_active()  # it ends with the simulated device
+        assert len([name for name in seen if f"{kernel}_attention" in name]) == 2
+
+
+def test_backward_of_flash_attention_takes_memory_by_its_kernel() -> None:
+    query, key = torch.empty(2, 4, 200, 40, dtype=torch.bfloat16), torch.empty(2, 2, 200, 40)
+    key = key.bfloat16()
+    args = (query, query, key, key, query, None, None, None, 200, 200, 0.0, True)
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    sums, rows, wide = 2 * 4 * 256 * 64 * 4, 2 * 4 * 256 * 4, 2 * 4 * 200 * 40 * 2
+    assert scratch_bytes(operator, args) == [sums, rows, wide, wide]
+    flash.activate(simulated=True)
+    try:
+        assert scratch_bytes(operator, args) == [sums, rows, rows, sums // 2, sums // 2]
+        dropped = (*args[:10], 0.1, True)
+        assert scratch_bytes(operator, dropped) == [sums, rows, wide, wide]
+    finally:
+        flash.deactivate()
 
 
 def test_rms_norm_is_one_kernel_and_so_is_its_gradient() -> None:
