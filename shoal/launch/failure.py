@@ -7,12 +7,12 @@ import re
 import signal
 import socket
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from shoal.frames import SHOAL, is_user_file
 from shoal.launch.errors import RankError, RankFiles, read_error, told_by
+from shoal.observe import host
 from shoal.observe.calls import Calls, read_all_calls
 from shoal.observe.host import Memory
 from shoal.observe.status import Status, read_status
@@ -96,19 +96,24 @@ class Scene(NamedTuple):
 
 
 def read_ends(
-    folder: Path, codes: dict[int, tuple[int | None, float]], silent: Collection[int] = ()
+    folder: Path,
+    codes: dict[int, tuple[int | None, float]],
+    silent: Collection[int] = (),
+    standing: Collection[int] | None = None,
 ) -> list[End]:
     """How each rank ended, from its files and its (exit code, time).
 
     Args:
         silent: ranks that did not write their stacks when they were asked last.
+        standing: ranks whose process is stopped (SIGSTOP); left out: what this machine sees of the processes that ranks told.
     """
     ends = []
     for rank, (code, time) in sorted(codes.items()):
         files = RankFiles.of(folder, rank)
         status = read_status(files.status)
         error = read_error(files.error) or told_by(status)
-        stopped = code is None and _process_state(status) == "T"
+        still = _process_state(status) == "T" if standing is None else rank in standing
+        stopped = code is None and still
         stack = main_stack(text_of(files.stack))
         ends.append(End(rank, code, time, status, error, stack, stopped=stopped, silent=rank in silent))
     return ends
@@ -275,12 +280,10 @@ def _is_gone(end: End) -> bool:
 
 
 def _process_state(status: Status | None) -> str:
-    """The kernel's letter: Z has ended, but its launcher has not asked how; T is stopped; nothing if it is not seen from here."""
+    """The kernel's letter for a process of this host."""
     if status is None or status.host != socket.gethostname():
         return ""
-    with suppress(OSError):
-        return Path(f"/proc/{status.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
+    return host.process_state(status.pid)
 
 
 def _early(end: End, other: End) -> Culprit:

@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Protocol, Self
 
 from shoal.launch.failure import Gone
 from shoal.launch.nursery import Event, Order
+from shoal.observe import host
 
 
 class Crew(Protocol):
@@ -35,6 +36,7 @@ class Crew(Protocol):
     def gone(self) -> Gone | None: ...
     @property
     def orphaned(self) -> Sequence[int]: ...
+    def standing(self) -> Collection[int]: ...
     def listen(self, seconds: float) -> None: ...
     def pause(self, seconds: float) -> None: ...
     def send(self, number: signal.Signals) -> None: ...
@@ -148,6 +150,10 @@ class Ranks:
     def orphaned(self) -> Sequence[int]:
         """Ranks that ended with the process that had forked them."""
         return range(self.ranks) if self.lost else ()
+
+    def standing(self) -> list[int]:
+        """Ranks whose process is stopped (SIGSTOP) now."""
+        return [rank for rank in self.alive if host.process_state(self.pids[rank]) == "T"]
 
     def codes(self) -> dict[int, tuple[int | None, float]]:
         return {rank: self.ended.get(rank, (None, time.time())) for rank in range(self.ranks)}

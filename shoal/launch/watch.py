@@ -130,7 +130,7 @@ class Watch:
             self.nursery.send(signal.SIGKILL)
 
     def ends(self) -> list[End]:
-        return read_ends(self.folder, self.nursery.codes(), self.silent)
+        return read_ends(self.folder, self.nursery.codes(), self.silent, self.nursery.standing())
 
     def _ended_well(self) -> bool:
         if self.nursery.lost or self.nursery.gone or any(code for code, _ in self.nursery.ended.values()):
@@ -142,14 +142,11 @@ class Watch:
         return any(end.status is not None and end.status.state == "failed" for end in ends)
 
     def _stand_still(self, ends: list[End]) -> bool:
-        """Whether the process of a rank is stopped (SIGSTOP) and stays so: nobody has to wait for the deadline to know it.
-
-        Processes of other machines are not seen from here.
-        """
+        """Whether the process of a rank is stopped (SIGSTOP) and stays so: nobody has to wait for the deadline to know it."""
         now, before = time.monotonic(), self.stopped
         self.stopped = {}
         for end in ends:
-            if end.stopped and not end.finished and self.is_here:
+            if end.stopped and not end.finished:
                 looks, since = before.get(end.rank, (0, now))
                 self.stopped[end.rank] = looks + 1, since
         return any(

@@ -45,6 +45,11 @@ def oom_kills() -> int:
     return 0
 
 
+def process_state(pid: int) -> str:
+    """The kernel's letter: Z has ended, and whoever began it has not asked how; T is stopped; nothing if there is none."""
+    return _read(f"/proc/{pid}/stat").rpartition(")")[2].strip()[:1]
+
+
 def _cgroup_memory() -> Memory | None:
     """cgroup v2 or v1; page cache that can be dropped does not count as used."""
     for folder, limit, used, cache in (

@@ -268,6 +268,16 @@ def test_a_rank_that_fails_is_started_again_on_its_machine(undisturbed: Path, tm
     ]
 
 
+def test_a_process_that_is_stopped_is_found_on_any_machine(undisturbed: Path, tmp_path: Path) -> None:
+    said = settings(tmp_path, "2", {"replicate": 2}, faults="stop rank=1 step=5")  # of who does not lead
+    with Machine(said) as one, Machine(said) as two:
+        assert ended(one, two) == ["ok", "ok"]
+    (fault,) = events_of(tmp_path, "fault")
+    # long before the deadline: a process that is stopped is not waited for
+    assert re.match(r"rank 1 is stuck for [2-9] s in step 5", fault["message"]), fault
+    assert same(tmp_path, undisturbed)
+
+
 def test_another_job_is_refused_and_the_keys_are_named(tmp_path: Path) -> None:
     first, other = (
         settings(tmp_path, "2", {"replicate": 2}),

@@ -70,5 +70,3 @@ def test_a_stopped_process_is_found_after_some_time_and_looks_unless_its_rank_ha
     done = [end._replace(status=end.status and end.status._replace(state="finished")) for end in running]
     for _ in range(9):
         assert not watch._stand_still(done)
-    elsewhere = Watch(nothing, nothing, nothing, 60.0, nothing, Path(), is_here=False)
-    assert not elsewhere._stand_still(running) and not elsewhere.stopped

@@ -14,7 +14,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -50,6 +50,8 @@ class Member:
     """none of them runs"""
     leaving: str = ""
     """why it wants to leave"""
+    standing: Collection[int] = ()
+    """its ranks whose process is stopped (SIGSTOP)"""
     port: int = 0
 
 
@@ -106,6 +108,10 @@ class Fleet:
     @property
     def alive(self) -> list[int]:
         return [rank for rank in self.pids if rank not in self.ended]
+
+    def standing(self) -> set[int]:
+        """Ranks whose process is stopped (SIGSTOP), as their machines said last."""
+        return {rank for member in self.members for rank in member.standing}
 
     def codes(self) -> dict[int, tuple[int | None, float]]:
         return {rank: self.ended.get(rank, (None, time.time())) for rank in range(self.ranks)}
@@ -213,7 +219,7 @@ class Fleet:
         for path in self.folder.iterdir():
             path.unlink()
         for member in self.members:
-            member.ranks = range(0)
+            member.ranks, member.standing = range(0), ()
 
     def _order(self, member: Member, order: Order, place: Place) -> None:
         self.tell([member], {"order": order._replace(ranks=len(member.ranks), place=place)})
@@ -262,6 +268,8 @@ class Fleet:
             self.pids[rank] = event.pid
             if event.code is not None:
                 self.ended.setdefault(rank, (event.code, event.time + wall_s))
+        if "standing" in message:
+            member.standing = [rank + member.ranks.start for rank in message["standing"]]
         member.port = message.get("port", member.port)
         member.leaving = message.get("leaving", member.leaving)
         if message.get("asks"):

@@ -177,6 +177,7 @@ class Served:
         self._begun: set[int] = set()
         self._ended: set[int] = set()
         self._port_told = False
+        self._standing: list[int] = []
         self._files: dict[str, bytes] = {}
         # who leads has the more to read the more machines there are
         self._tell_s = TELL_S * max(1.0, len(order.place.firsts) / 16)
@@ -192,6 +193,8 @@ class Served:
         now = time.monotonic()
         if events or now >= self._next:  # with the end of a rank comes what it left
             self._next = now + self._tell_s
+            if (standing := ranks.standing()) != self._standing:
+                self._standing = message["standing"] = standing
             if files := self._changed(
                 folder, ranks.pids.values(), with_calls=bool(events) or now >= self._next_calls
             ):
