@@ -33,6 +33,7 @@ from shoal.planner.choose import Workload, choose_degrees, require_even, with_gr
 from shoal.resilience.faults import drawn, parse_faults, require_possible
 from shoal.resilience.replicas import require_copies
 from shoal.run import Run
+from shoal.train.kernels import check_installed
 from shoal.train.objective import as_objective
 from shoal.train.resume import require_same_numbers
 from shoal.world import choose_backends, detect_cluster
@@ -112,6 +113,8 @@ def check_early(settings: Settings, cluster: Cluster) -> None:
         raise ValueError(
             f"train.precision = \"{settings.train.precision}\" needs the torchao library: pip install 'shoal[float8]'"
         )
+    if plan is not None and cluster.device.type == "cuda":
+        check_installed(plan.attention)
     if plan is not None and plan.says_degrees:
         check(settings.job, plan, cluster)
     else:

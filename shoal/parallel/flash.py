@@ -4,8 +4,8 @@ torch has a registry for such kernels, and an entry of its own for this package,
 results where there are five now (torch 2.13, flash-attn-4 4.0.0b36). So Shoal makes its own entry. It changes two operators of
 CUDA devices, those under `scaled_dot_product_attention`: compiled blocks, Hugging Face's models and one's own all reach them.
 
-Measured on an H200 at its power limit, causal, 32 heads on 8, bf16 (benchmarks/kernels.py): forward and backward of 8,192
-tokens and width 128 take 3.5 ms, cuDNN's 3.9; of 4 x 2,048 tokens and width 64 0.69, cuDNN's 0.78.
+Measured on an H200 at its power limit, causal, 32 heads on 8, bf16 (benchmarks/results/kernels_1xh200.json): forward and
+backward of 8,192 tokens and width 128 take 3.65 ms, cuDNN's 4.03; of 4 x 2,048 tokens and width 64 0.74, cuDNN's 0.82.
 
 Source: Dao et al., arXiv:2205.14135; Shah et al., arXiv:2407.08608.
 """
@@ -15,6 +15,8 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import inspect
+import sys
 import warnings
 from typing import Any, NamedTuple
 
@@ -29,7 +31,12 @@ from torch.nn.attention import (
 )
 
 NAME = "shoal: flash-attn-4"
-PACKAGE = "flash-attn-4"
+PACKAGE, INTERFACE = "flash-attn-4", "flash_attn.cute.interface"
+CALLED = {
+    "_flash_attn_fwd": {"softmax_scale", "causal", "return_lse", "out"},
+    "_flash_attn_bwd": {"softmax_scale", "causal", "deterministic", "dq", "dk", "dv"},
+}
+"""its own functions that are called, and by which words"""
 HALF_TYPES = (torch.float16, torch.bfloat16)
 WIDEST = 128
 """of a head. Wider ones are taken on Hopper alone, and were not measured"""
@@ -58,25 +65,56 @@ def is_installed() -> bool:
 
 
 def is_for(capability: tuple[int, int]) -> bool:
-    """Whether the package has forward and backward for a GPU."""
-    return capability[0] in (9, 10)
+    """Whether the package has forward and backward for a GPU: Hopper and Blackwell (AMD's MI300 has 9.4)."""
+    return capability in ((9, 0), (10, 0), (10, 3))
+
+
+@functools.cache
+def why_not() -> str:
+    """Why the package cannot be used, though it is installed; nothing if it can. It is imported for that, once a process."""
+    version = importlib.metadata.version(PACKAGE)
+    try:
+        interface = importlib.import_module(INTERFACE)
+    except Exception as error:
+        return f"the package {PACKAGE} {version} cannot be imported: {error}"
+    for name, words in CALLED.items():
+        function = getattr(interface, name, None)
+        if function is None or not words <= inspect.signature(function).parameters.keys():
+            return (
+                f"the package {PACKAGE} {version} has another {name} than 4.0.0b36, for which this is written"
+            )
+    return ""
 
 
 def activate(*, simulated: bool) -> None:
-    """Let torch's flash attention be flash-attention 4; in a simulated world only say so.
+    """Let torch's flash attention be flash-attention 4, in all of this process; in a simulated world only say so.
 
     Raises:
-        RuntimeError: the package cannot be imported.
+        RuntimeError: the package cannot be used.
     """
     if is_active():
         return
     register_flash_attention_impl(NAME, register_fn=_Nothing if simulated else _register)
     activate_flash_attention_impl(NAME)
+    _forget_compiled(NAME)
 
 
 def deactivate() -> None:
     if is_active():
         restore_flash_attention_impl()
+        _forget_compiled(NAME)
+
+
+def _forget_compiled(name: str) -> None:
+    """Have blocks compiled again, and found in torch's cache on disk by this kernel's name or without it.
+
+    Which kernel a block has is decided as it is compiled, and torch's caches do not ask (torch 2.11 and 2.13).
+    """
+    config = torch.compiler.config
+    tag = config.cache_key_tag.replace(name, "")
+    config.cache_key_tag = tag + name * is_active()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 class _Nothing:
@@ -122,6 +160,7 @@ class _Operators:
     ) -> tuple[Any, ...]:
         """(B, H, T, E) of queries to (B, K, S, E): out, sums' logarithms, and seven that only torch's own kernel has use for."""
         if not takes(query, key, value, dropout_p) or return_debug_mask:
+            _tell_slower(query, dropout_p)
             given = (query, key, value, dropout_p, is_causal, return_debug_mask)
             return self._forward.call_boxed(keys, *given, scale=scale)
         out = torch.empty_like(query)
@@ -155,6 +194,16 @@ class _Operators:
         found = Gradients(*(torch.empty_like(x) for x in (query, key, value)))
         self._kernels.backward(gradient, query, key, value, out, lse, found, is_causal, scale)
         return found
+
+
+def _tell_slower(query: Tensor, dropout_p: float) -> None:
+    """Say once that a faster kernel was passed over: torch chooses before it knows that this one does not take the inputs."""
+    if min(query.shape) > 0:
+        warnings.warn(
+            f"flash-attention 4 is not for heads of {query.shape[-1]} with dropout {dropout_p:g}: torch's own flash attention "
+            'computes them, slower than cuDNN\'s would; set plan.attention = "cudnn" for this model',
+            stacklevel=2,
+        )
 
 
 class Gradients(NamedTuple):
@@ -237,16 +286,11 @@ def _aligned(x: Tensor) -> Tensor:
     return x if fits and x.data_ptr() % (2 * _ALIGNED) == 0 else x.contiguous()
 
 
-def _register(key: str = "CUDA") -> _Operators:
-    try:
-        interface = importlib.import_module("flash_attn.cute.interface")
-    except Exception as error:
-        raise RuntimeError(
-            f"the package {PACKAGE} is installed and cannot be imported: {error}; repair or remove it, or set plan.attention = "
-            '"cudnn"'
-        ) from error
+def _register() -> _Operators:
+    if why := why_not():
+        raise RuntimeError(f'{why}; install that one, or set plan.attention = "cudnn"')
     _settle_order()
-    return _Operators(Kernels(interface), key)
+    return _Operators(Kernels(importlib.import_module(INTERFACE)), "CUDA")
 
 
 def _settle_order() -> None:

@@ -314,7 +314,9 @@ def _attention(undo: ExitStack, capability: tuple[int, int]) -> None:
         half = query.dtype in (torch.float16, torch.bfloat16)
         fits = query.shape[-1] % 8 == 0 and query.shape[-1] <= (128 if attn_mask is not None else 256)
         if half and fits and capability >= (8, 0):
-            flash_first = flash.is_active() and attn_mask is None
+            # torch refuses its flash attention, whichever it is, for some shapes
+            square = query.shape[-1] == value.shape[-1] and (not is_causal or query.shape[2] == key.shape[2])
+            flash_first = flash.is_active() and attn_mask is None and square
             if capability >= (9, 0) and query.shape[-1] <= 128 and not flash_first:
                 keeps = query.requires_grad or key.requires_grad or value.requires_grad
                 found = aten._scaled_dot_product_cudnn_attention(

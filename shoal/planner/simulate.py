@@ -46,7 +46,14 @@ from shoal.train.step import Step, to_device
 from shoal.world import World
 from shoal.world.meeting import Meeting
 
-CAPABILITIES = {"a100": (8, 0), "a100-40": (8, 0), "l40s": (8, 9), "rtx4090": (8, 9), "b200": (10, 0)}
+CAPABILITIES = {
+    "a100": (8, 0),
+    "a100-40": (8, 0),
+    "l40s": (8, 9),
+    "rtx4090": (8, 9),
+    "b200": (10, 0),
+    "mi300x": (9, 4),
+}
 HOPPER = (9, 0)  # and what is not in the list
 STEPS = 2  # memory of the optimizer is there from the first update on
 

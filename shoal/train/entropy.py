@@ -23,10 +23,20 @@ def takes(logits: Tensor) -> bool:
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, ignore: int = -100) -> Tensor:
-    """Sum of cross-entropies of logits (N, V) on a GPU and labels (N,), in fp32; a label outside of the vocabulary gives NaN.
+    """Sum of cross-entropies of logits (N, V) on a GPU and integer labels (N,), in fp32.
 
-    It has a gradient, and its gradient has none.
+    A label outside of the vocabulary gives NaN, as loss and as its row's gradient. The gradient has no gradient.
+
+    Raises:
+        ValueError: there are not as many labels as rows of logits.
+        TypeError: labels are not integers.
     """
+    if labels.shape != logits.shape[:1]:
+        raise ValueError(
+            f"{labels.numel():,} labels for {len(logits):,} rows of logits: expected one for each token that the model was given"
+        )
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"labels are {labels.dtype}: expected int64, numbers of words")
     return _CrossEntropySum.apply(logits, labels, ignore)
 
 
@@ -35,8 +45,10 @@ class _CrossEntropySum(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore: int) -> Tensor:
         from shoal.train.entropy_kernel import launch_losses
 
-        logits = logits.contiguous()
-        losses, lse = (torch.empty(len(logits), device=logits.device) for _ in range(2))
+        if logits.stride(1) != 1:  # rows may be apart, as where a padded vocabulary was cut
+            logits = logits.contiguous()
+        labels = labels.contiguous()
+        losses, lse = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2))
         launch_losses(logits, labels, losses, lse, ignore)
         ctx.save_for_backward(logits, labels, lse)
         ctx.ignore = ignore
@@ -50,6 +62,6 @@ class _CrossEntropySum(torch.autograd.Function):
         from shoal.train.entropy_kernel import launch_gradients
 
         logits, labels, lse = ctx.saved_tensors
-        found = torch.empty_like(logits)
+        found = torch.empty_like(logits, memory_format=torch.contiguous_format)
         launch_gradients(logits, labels, lse, grad_outputs[0].float(), found, ctx.ignore)
         return found, None, None

@@ -12,10 +12,15 @@ READ, WRITTEN = 4096, 2048
 
 
 def launch_losses(logits: Tensor, labels: Tensor, losses: Tensor, lse: Tensor, ignore: int) -> None:
-    """Of logits (N, V) each row's loss and the logarithm of its sum of exponentials, both (N,) in fp32; 0 where ignored."""
+    """Of logits (N, V), whose rows may be apart, each row's loss, and the logarithm of its sum of exponentials; 0 where ignored.
+
+    Both are (N,), in fp32.
+    """
     rows, width = logits.shape
     block = min(READ, triton.next_power_of_2(width))
-    _cross_entropy_losses[(rows,)](logits, labels, losses, lse, width, ignore, block=block, num_warps=4)
+    _cross_entropy_losses[(rows,)](
+        logits, labels, losses, lse, logits.stride(0), width, ignore, block=block, num_warps=4
+    )
 
 
 def launch_gradients(
@@ -26,19 +31,19 @@ def launch_gradients(
     block = min(WRITTEN, triton.next_power_of_2(width))
     grid = (rows, triton.cdiv(width, block))
     _cross_entropy_gradients[grid](
-        logits, labels, lse, gradient, found, width, ignore, block=block, num_warps=4
+        logits, labels, lse, gradient, found, logits.stride(0), width, ignore, block=block, num_warps=4
     )
 
 
 @triton.jit
-def _cross_entropy_losses(logits, labels, losses, lse, width, ignore, block: tl.constexpr) -> None:
+def _cross_entropy_losses(logits, labels, losses, lse, apart, width, ignore, block: tl.constexpr) -> None:
     row = tl.program_id(0)
     label = tl.load(labels + row)
     if label == ignore:
         tl.store(losses + row, 0.0)
         tl.store(lse + row, 0.0)
     else:
-        first = logits + row.to(tl.int64) * width
+        first = logits + row.to(tl.int64) * apart
         top = -float("inf")
         total = 0.0
         for start in range(0, width, block):
@@ -53,20 +58,20 @@ def _cross_entropy_losses(logits, labels, losses, lse, width, ignore, block: tl.
         known = (label >= 0) & (label < width)
         own = tl.load(first + label, mask=known, other=float("nan")).to(tl.float32)
         tl.store(losses + row, found - own)
-        tl.store(lse + row, found)
+        tl.store(lse + row, tl.where(known, found, float("nan")))  # and so the row's gradient
 
 
 @triton.jit
 def _cross_entropy_gradients(
-    logits, labels, lse, gradient, found, width, ignore, block: tl.constexpr
+    logits, labels, lse, gradient, found, apart, width, ignore, block: tl.constexpr
 ) -> None:
     row = tl.program_id(0)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < width
-    place = row.to(tl.int64) * width
+    row_wide = row.to(tl.int64)
     label = tl.load(labels + row)
     factor = tl.where(label == ignore, 0.0, tl.load(gradient))
-    x = tl.load(logits + place + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(logits + row_wide * apart + at, mask=inside, other=0.0).to(tl.float32)
     share = tl.exp(x - tl.load(lse + row)) - tl.where(at == label, 1.0, 0.0)
     share = tl.where(label == ignore, 0.0, share * factor)
-    tl.store(found + place + at, share.to(found.dtype.element_ty), mask=inside)
+    tl.store(found + row_wide * width + at, share.to(found.dtype.element_ty), mask=inside)

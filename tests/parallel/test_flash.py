@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    register_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 
 from shoal.parallel import flash
 from shoal.train.kernels import attention_kernels
 
 aten: Any = torch.ops.aten
+GPU = torch.device("cuda")
 HAS_IT = (
     flash.is_installed() and torch.cuda.is_available() and flash.is_for(torch.cuda.get_device_capability())
 )
@@ -177,7 +188,10 @@ def test_what_the_package_does_not_take_is_left_to_torch(package: Package) -> No
     query = projected(4)
     wide = torch.randn(1, 2, 8, 256).bfloat16()
     for x, dropout in ((query, 0.1), (query.float(), 0.0), (query[..., :12], 0.0), (wide, 0.0)):
-        with pytest.raises(NotImplementedError, match="torch's own"):
+        with (
+            pytest.raises(NotImplementedError, match="torch's own"),
+            pytest.warns(match=f"not for heads of {x.shape[-1]} with dropout {dropout:g}: .*cudnn"),
+        ):
             aten._scaled_dot_product_flash_attention(x, x, x, dropout, True)
     out, lse, *rest = aten._scaled_dot_product_flash_attention(query, query, query, 0.0, True)
     with pytest.raises(NotImplementedError, match="torch's own"):
@@ -199,16 +213,68 @@ def test_a_simulated_world_only_says_that_it_is_active() -> None:
     assert not flash.is_active()
 
 
-def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> Any:
-        raise ImportError(f"no {name}")
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is not there, and a package."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(flash, "is_installed", lambda: True)
 
-    monkeypatch.setattr(flash.importlib, "import_module", refuse)
-    with pytest.raises(
-        RuntimeError, match=r"flash-attn-4 .* cannot be imported: no flash_attn.cute.interface; .*cudnn"
-    ):
-        flash.activate(simulated=False)
-    assert not flash.is_active()
+
+@pytest.mark.parametrize("interface", [None, SimpleNamespace(_flash_attn_fwd=lambda q, causal: q)])
+def test_a_package_that_cannot_be_used_is_named_and_left_out_unless_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, hopper: None, interface: Any
+) -> None:
+    def found(name: str) -> Any:
+        if interface is None:
+            raise ImportError(f"no {name}")
+        return interface
+
+    monkeypatch.setattr(flash.importlib, "import_module", found)
+    monkeypatch.setattr(flash.importlib.metadata, "version", lambda _: "5.0")
+    why = (
+        "cannot be imported: no flash_attn" if interface is None else "another _flash_attn_fwd than 4.0.0b36"
+    )
+    flash.why_not.cache_clear()
+    try:
+        with (
+            pytest.raises(RuntimeError, match=f"flash-attn-4 5.0 .*{why}.*cudnn"),
+            attention_kernels(GPU, "flash4"),
+        ):
+            pass
+        with pytest.warns(match=f"by cuDNN, and not by flash-attention 4: .*{why}"), attention_kernels(GPU):
+            assert not flash.is_active()
+    finally:
+        flash.why_not.cache_clear()
+
+
+def test_what_a_program_has_put_into_torchs_registry_stays(hopper: None) -> None:
+    register_flash_attention_impl("theirs", register_fn=flash._Nothing)
+    activate_flash_attention_impl("theirs")
+    try:
+        for kernel in (None, "cudnn"):
+            with attention_kernels(GPU, kernel):
+                assert current_flash_attention_impl() == "theirs"
+                first = torch._C._get_sdp_priority_order()[0]
+                flash_first = first == SDPBackend.FLASH_ATTENTION.value  # pyrefly: ignore[missing-attribute]
+                assert flash_first == (kernel is None)
+        with pytest.raises(ValueError, match=r"this process has .theirs. in its place"):
+            attention_kernels(GPU, "flash4").__enter__()
+    finally:
+        restore_flash_attention_impl()
+
+
+def test_blocks_are_compiled_for_the_kernel_that_they_run_with(tmp_path: Path) -> None:
+    """torch's caches, in memory and on disk, do not know of it: the kernel is chosen as a block is compiled."""
+    for active, finds in ((False, 0), (True, 0), (True, 1)):
+        said = subprocess.run(
+            [sys.executable, __file__, "compiled", str(int(active))],
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        # at first in the kernel's absence or presence, found on disk or not; then after it was put in or taken out
+        assert said.stdout.split() == [str(finds), "1"], (active, said.stdout, said.stderr[-2000:])
 
 
 @pytest.mark.parametrize(
@@ -238,14 +304,15 @@ def test_which_kernel_is_taken(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(flash, "is_installed", lambda: installed)
     monkeypatch.setattr(flash, "_register", flash._Nothing)
+    monkeypatch.setattr(flash, "why_not", lambda: "")
     try:
         if isinstance(active, str):
-            with pytest.raises(ValueError, match=active), attention_kernels(torch.device("cuda"), kernel):
+            with pytest.raises(ValueError, match=active), attention_kernels(GPU, kernel):
                 pass
             return
-        with attention_kernels(torch.device("cuda"), kernel):
+        with attention_kernels(GPU, kernel):
             assert flash.is_active() == active
-        with attention_kernels(torch.device("cuda"), "cudnn"):
+        with attention_kernels(GPU, "cudnn"):
             assert not flash.is_active()
     finally:
         flash.deactivate()
@@ -272,7 +339,7 @@ def test_on_a_gpu_it_agrees_with_fp32(width: int, kv_heads: int) -> None:
     right = torch.autograd.grad(truth.sum(), leaves)
     try:
         for call in (torch.compile(whole), whole):
-            with attention_kernels(torch.device("cuda"), "flash4"):
+            with attention_kernels(GPU, "flash4"):
                 out = call(*half)
             found = torch.autograd.grad(out.sum(), half)
             for mine, its in zip((out, *found), (truth, *right), strict=True):
@@ -291,9 +358,37 @@ def told(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-if __name__ == "__main__":
+def say_what_is_found(active: bool) -> None:
+    """Whether torch finds a compiled function on disk; and whether it compiles again when the kernel changes."""
+    from torch._dynamo.utils import counters
+
+    def attend(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    x = torch.randn(1, 2, 64, 16, requires_grad=True)
+    if active:
+        flash.activate(simulated=True)
+    torch.compile(attend)(x).sum().backward()
+    print(counters["aot_autograd"]["autograd_cache_hit"])
+    counters.clear()
+    if active:
+        flash.deactivate()
+    else:
+        flash.activate(simulated=True)
+    torch.compile(attend)(x)
+    print(counters["stats"]["unique_graphs"])
+
+
+def say_what_runs() -> None:
     for name in ("forward", "backward"):
         setattr(flash.Kernels, name, told(name, getattr(flash.Kernels, name)))
     x = torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    with attention_kernels(torch.device("cuda")):
+    with attention_kernels(GPU):
         torch.compile(whole)(x, x, x).sum().backward()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        say_what_is_found(sys.argv[2] == "1")
+    else:
+        say_what_runs()

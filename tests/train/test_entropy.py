@@ -58,7 +58,28 @@ def test_a_label_outside_of_the_vocabulary_is_not_a_number() -> None:
     logits, labels = made(4, 512, torch.float32)
     for label in (512, 10**6, -1):
         labels[1] = label
-        assert entropy.cross_entropy_sum(logits.cuda(), labels.cuda()).isnan()
+        mine = logits.cuda().requires_grad_()
+        total = entropy.cross_entropy_sum(mine, labels.cuda())
+        total.backward()
+        assert total.isnan() and mine.grad is not None
+        # so that the step is skipped, and says why
+        assert mine.grad[1].isnan().all() and mine.grad[2:].isfinite().all()
+
+
+@needs_gpu
+def test_rows_may_be_apart_and_so_may_labels() -> None:
+    wide, labels = made(64, 1000, torch.bfloat16)
+    apart = labels[:, None].repeat(1, 3).cuda()[:, 1]
+    truth = F.cross_entropy(wide[:, :900].double(), labels.where(labels < 900, -100), reduction="sum")
+    found = entropy.cross_entropy_sum(wide.cuda()[:, :900], apart.where(apart < 900, -100).expand(64))
+    assert found.item() == pytest.approx(truth.item(), rel=1e-5)
+
+
+def test_labels_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="10 labels for 8 rows of logits"):
+        entropy.cross_entropy_sum(torch.zeros(8, 16), torch.zeros(10, dtype=torch.long))
+    with pytest.raises(TypeError, match=r"labels are torch.float32: expected int64"):
+        entropy.cross_entropy_sum(torch.zeros(8, 16), torch.zeros(8))
 
 
 @needs_gpu
