@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 from shoal.observe import host
 from shoal.observe.health import conditions
+from shoal.observe.machine import version_of
 from shoal.observe.nvml import Reading, open_nvml
 
 OLDEST_TORCH = (2, 11)
@@ -142,10 +143,28 @@ def _devices() -> Iterator[Finding]:
         busy = free < 0.9 * total
         meaning = "another process holds memory on it: see nvidia-smi" if busy else ""
         yield Finding(f"device {index}", text, "note" if busy else "ok", meaning)
+    yield from _attention(
+        [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+    )
     if len(names) > 1:
         yield Finding(
             "devices", f"{len(names)} kinds", "note", "the slowest and smallest sets the pace for all"
         )
+
+
+def _attention(capabilities: Iterable[tuple[int, int]]) -> Iterator[Finding]:
+    """Whether a faster kernel could be had for these GPUs."""
+    from shoal.parallel import flash
+
+    if not any(flash.is_for(capability) for capability in capabilities):
+        return
+    if version := version_of(flash.PACKAGE):
+        why = flash.why_not()
+        yield Finding(
+            "flash-attn-4", version, "note" if why else "ok", why and f"{why}: cuDNN's attention runs"
+        )
+    else:
+        yield Finding("flash-attn-4", "none", "ok", "attention is faster with it: pip install 'shoal[flash]'")
 
 
 def _health() -> Iterator[Finding]:

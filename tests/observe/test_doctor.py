@@ -9,6 +9,7 @@ import pytest
 
 from shoal.observe import doctor
 from shoal.observe.doctor import examine, leftovers, live_ranks
+from shoal.parallel import flash
 
 
 def test_an_examination_is_quick_and_has_no_look_that_fails() -> None:
@@ -29,6 +30,24 @@ def test_leftovers_of_debugging_are_found() -> None:
     )
     assert [finding.name for finding in found] == ["NCCL_P2P_DISABLE", "TORCH_DISTRIBUTED_DEBUG"]
     assert [finding.value for finding in leftovers({})] == ["none set"]
+
+
+@pytest.mark.parametrize(
+    ("version", "why", "verdict", "meaning"),
+    [
+        (None, "", "ok", "attention is faster with it: pip install 'shoal[flash]'"),
+        ("4.0.0b36", "", "ok", ""),
+        ("5.0", "it is another", "note", "it is another: cuDNN's attention runs"),
+    ],
+)
+def test_a_faster_attention_kernel_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, why: str, verdict: str, meaning: str
+) -> None:
+    monkeypatch.setattr(doctor, "version_of", lambda _: version)
+    monkeypatch.setattr(flash, "why_not", lambda: why)
+    assert list(doctor._attention([(8, 0)])) == []
+    (finding,) = doctor._attention([(8, 0), (9, 0)])
+    assert (finding.verdict, finding.meaning) == (verdict, meaning)
 
 
 def test_ranks_that_cannot_talk_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
