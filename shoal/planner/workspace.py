@@ -1,7 +1,7 @@
 """Memory that kernels of a GPU take from the allocator for themselves, which no operator shows.
 
 Each formula is read off ATen's source and was measured on H100s: with them, simulated and real peaks of eager steps were equal.
-That of flash-attention 4 is read off its source alone; its kernels round rows to 64, 80 or 128 by the width of heads, here all to 128.
+That of flash-attention 4 is read off its source alone; its kernels round rows to 64, 80 or 128 by heads' width, here all to 128.
 """
 
 from __future__ import annotations
