@@ -35,6 +35,8 @@ class Crew(Protocol):
     def gone(self) -> Gone | None: ...
     @property
     def orphaned(self) -> Sequence[int]: ...
+    @property
+    def unheard(self) -> bool: ...
     def listen(self, seconds: float) -> None: ...
     def pause(self, seconds: float) -> None: ...
     def send(self, number: signal.Signals) -> None: ...
@@ -148,6 +150,11 @@ class Ranks:
     def orphaned(self) -> Sequence[int]:
         """Ranks that ended with the process that had forked them."""
         return range(self.ranks) if self.lost else ()
+
+    @property
+    def unheard(self) -> bool:
+        """Whether a machine with ranks does not say how they are: another than this."""
+        return False
 
     def codes(self) -> dict[int, tuple[int | None, float]]:
         return {rank: self.ended.get(rank, (None, time.time())) for rank in range(self.ranks)}
