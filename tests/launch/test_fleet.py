@@ -26,6 +26,8 @@ SILENCE_S = 2.0
 class Said:
     """A channel over which a machine says all it has to say at once, after so many seconds of nothing."""
 
+    still_s = 0.0
+
     def __init__(self, message: dict[str, Any], after_s: float) -> None:
         self._message, self._at, self._heard = message, time.monotonic() + after_s, time.monotonic()
         self._reads, self._writes = os.pipe()

@@ -249,6 +249,8 @@ class Fleet:
             return
         now = time.time()
         heard = now - member.channel.silent_s
+        if (still_s := member.channel.still_s) > self.silence_s:
+            why += f", after this machine, which leads, stood still for {still_s:.0f} s"
         for rank in member.ranks:
             self.ended.setdefault(rank, (None, now))
         self.gone = self.gone or Gone(member.name, member.ranks, why, heard)
