@@ -76,6 +76,8 @@ class Gone(NamedTuple):
     name: str
     ranks: Sequence[int]
     why: str
+    heard: float = 0.0
+    """when it was last, in seconds since 1970; 0: not known"""
 
 
 class Scene(NamedTuple):
@@ -93,6 +95,8 @@ class Scene(NamedTuple):
     """what ranks called last"""
     gone: Gone | None = None
     """a machine that ended, or was not heard any more, while its ranks ran"""
+    deadline_s: float = 0.0
+    """after which a rank that waits for others is ended for it; 0: not known"""
 
 
 def read_ends(
@@ -155,7 +159,8 @@ def find_culprit(scene: Scene) -> Culprit:
     """The rank that failed first.
 
     In this order: another call than that of its group; an error of its own or a signal, whichever came first; an end
-    before the others' end; being stuck; and if all only lost each other, the first to notice.
+    before the others' end; an abort that no wait can have brought; being stuck; another abort; and if all only lost each
+    other, the first to notice.
     """
     ends = scene.ends
     if mismatch := find_mismatch(scene.calls):
@@ -178,10 +183,10 @@ def find_culprit(scene: Scene) -> Culprit:
     if early and running:
         return _early(min(early, key=lambda end: end.step), max(running, key=lambda end: end.step))
     alive = [end for end in ends if end.code is None and not end.error]
-    if alive:
+    own = _own_aborts(scene)
+    if alive and not own:
         return _stuck(scene)
-    aborted = [end for end in ends if end.signal and not end.error]
-    if aborted:
+    if aborted := own or [end for end in ends if end.signal and not end.error]:
         return _killed(min(aborted, key=lambda end: end.time), scene)
     if absence := find_absence(scene.calls):
         end = next(end for end in ends if end.rank == absence.ranks[0])
@@ -204,7 +209,9 @@ def _orphaned(scene: Scene) -> Culprit:
 def _failed_before(scene: Scene) -> bool:
     """Whether a rank of another machine failed by itself, for which a lost machine may have been waiting."""
     there = [end for end in scene.ends if scene.gone is None or end.rank not in scene.gone.ranks]
-    return any(not end.error.secondary if end.error else _died(end) for end in there)
+    if any(not end.error.secondary if end.error else _died(end) for end in there):
+        return True
+    return scene.gone is not None and any(end.time < scene.gone.heard for end in _own_aborts(scene))
 
 
 def behind(alive: Sequence[End]) -> End:
@@ -232,6 +239,20 @@ def main_stack(text: str) -> str:
 def _died(end: End) -> bool:
     """By a signal or exit code, without an exception. SIGABRT is left out: NCCL's watchdog aborts victims."""
     return end.code not in (None, 0) and end.signal != "SIGABRT"
+
+
+def _own_aborts(scene: Scene) -> list[End]:
+    """Ranks that a SIGABRT ended while they did not wait: the watchdog's comes when one has waited for the deadline.
+
+    It also aborts ranks whose peer is gone, at once; but then the peer's end is known, or that of its machine.
+    """
+    return [
+        end
+        for end in scene.ends
+        if end.signal == "SIGABRT" and not end.error and end.status
+        # of its own phases alone: peers of a victim say that they failed after it did
+        if end.time - end.status.changed < scene.deadline_s / 2
+    ]
 
 
 def _failed(end: End, error: RankError) -> Culprit:

@@ -37,6 +37,8 @@ class Crew(Protocol):
     @property
     def orphaned(self) -> Sequence[int]: ...
     def standing(self) -> Collection[int]: ...
+    @property
+    def unheard(self) -> bool: ...
     def listen(self, seconds: float) -> None: ...
     def pause(self, seconds: float) -> None: ...
     def send(self, number: signal.Signals) -> None: ...
@@ -154,6 +156,11 @@ class Ranks:
     def standing(self) -> list[int]:
         """Ranks whose process is stopped (SIGSTOP) now."""
         return [rank for rank in self.alive if host.process_state(self.pids[rank]) == "T"]
+
+    @property
+    def unheard(self) -> bool:
+        """Whether a machine with ranks does not say how they are: another than this."""
+        return False
 
     def codes(self) -> dict[int, tuple[int | None, float]]:
         return {rank: self.ended.get(rank, (None, time.time())) for rank in range(self.ranks)}

@@ -189,12 +189,33 @@ class Watch:
         while self.nursery.running and time.monotonic() < until:
             self.nursery.listen(max(0.0, until - time.monotonic()))
         self._take_stacks()
+        self._await_word()
         oom_kills = host.oom_kills() - self.oom_before if self.is_here else 0
         calls = self._read_calls()
         orphaned, gone = self.nursery.orphaned, self.nursery.gone
-        scene = Scene(self.ends(), self.most_memory, oom_kills, stalled_s, orphaned, calls=calls, gone=gone)
+        scene = Scene(
+            self.ends(),
+            self.most_memory,
+            oom_kills,
+            stalled_s,
+            orphaned,
+            calls=calls,
+            gone=gone,
+            deadline_s=self.deadline_s,
+        )
         self.nursery.send(signal.SIGKILL)
         return scene
+
+    def _await_word(self) -> None:
+        """Wait until machines that are not heard tell how their ranks are, or are lost.
+
+        What was last known of such ranks is from before the failure: they would be taken for stuck, though they may have
+        ended, and one of them first. It costs no time, since their ranks have to be stopped before others begin.
+        """
+        if self.nursery.unheard:
+            while self.nursery.unheard:
+                self.nursery.listen(POLL_S)
+            self._take_stacks()
 
     def _take_stacks(self) -> None:
         """Let ranks write their stacks; one that does not, since its main thread takes no signal, is remembered for it."""

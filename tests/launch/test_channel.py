@@ -52,6 +52,19 @@ def test_both_sides_hear_each_other_in_order(door: tuple[Door, queue.SimpleQueue
     ours.close()
 
 
+def test_who_stood_still_itself_takes_nobody_for_silent(
+    door: tuple[Door, queue.SimpleQueue[Channel]],
+) -> None:
+    ours = connect("127.0.0.1", door[0].port, SECRET)
+    door[1].get(timeout=5)
+    assert ours.still_s == 0.0
+    for clock in ("_heard", "_awake"):  # as after SIGSTOP and SIGCONT
+        setattr(ours, clock, getattr(ours, clock) - 7.0)
+    assert ours.silent_s == 0.0 and ours.still_s >= 7.0
+    time.sleep(2 * channels.PING_S)
+    assert ours.silent_s < 4 * channels.PING_S and 7.0 <= ours.still_s < 8.0
+
+
 def test_another_secret_is_refused(door: tuple[Door, queue.SimpleQueue[Channel]]) -> None:
     stranger = connect("127.0.0.1", door[0].port, b"x" * 32)
     stranger.send({"join": {}})

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 from shoal.launch.errors import RankError, RankFiles, is_secondary
-from shoal.launch.failure import End, Scene, find_culprit, main_stack, own_report, read_ends, waits
+from shoal.launch.failure import End, Gone, Scene, find_culprit, main_stack, own_report, read_ends, waits
 from shoal.launch.worker import _stacks_on_request
 from shoal.observe.host import GIB, Memory
 from shoal.observe.status import RankStatus, State, Status, read_status
@@ -69,6 +69,21 @@ def test_an_abort_is_a_consequence_unless_nothing_else_happened() -> None:
     assert find_culprit(Scene([aborted, End(1, 1, 2.0, status(1, 3), error(1, 2.0))])).rank == 1
     lost = End(1, 1, 2.0, status(1, 3), error(1, 2.0, secondary=True))
     assert "SIGABRT" in find_culprit(Scene([aborted, lost])).headline
+
+
+def test_an_abort_that_came_before_the_deadline_of_a_wait_is_no_consequence_of_it() -> None:
+    """NCCL's watchdog aborts who has waited for `deadline_s`; a rank that ends sooner ended by itself."""
+    waits = End(1, None, 9.0, status(1, 3, monotonic=1.0), None)
+    for seconds, named in ((3.0, 0), (60.0, 1)):
+        scene = Scene([End(0, -6, seconds, status(0, 3), None), waits], deadline_s=60.0)
+        assert find_culprit(scene).rank == named
+
+
+def test_an_abort_goes_before_the_loss_of_a_machine_that_was_heard_after_it() -> None:
+    ends = [End(0, -6, 3.0, status(0, 3), None), End(1, None, 9.0, status(1, 3), None)]
+    for heard, named in ((5.0, 0), (2.0, 1)):
+        gone = Gone("b", range(1, 2), "the connection was closed", heard)
+        assert find_culprit(Scene(ends, gone=gone, deadline_s=60.0)).rank == named
 
 
 def test_the_stuck_rank_is_the_one_behind_and_not_waiting() -> None:

@@ -279,6 +279,24 @@ def test_a_process_that_is_stopped_is_found_on_any_machine(undisturbed: Path, tm
     assert same(tmp_path, undisturbed)
 
 
+def test_a_machine_that_stood_still_is_named_by_all_and_not_who_lost_it(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    nodes = [
+        Machine(settings(tmp_path, "2", {"replicate": 2}, faults="slow rank=0 step=3")) for _ in range(2)
+    ]
+    with nodes[0], nodes[1]:
+        until(lambda: len(steps_of(tmp_path)) >= 3, "three steps")
+        still = next(one for one in nodes if f"process {one.pid})" not in leader_of(tmp_path))
+        still.send(signal.SIGSTOP)
+        until(lambda: events_of(tmp_path, "fault"), "a loss")
+        still.send(signal.SIGCONT)
+        assert ended(*nodes) == ["ok", "ok"], nodes[0].output.read_text()
+    assert numbers(tmp_path) == numbers(undisturbed)
+    told = [event["message"] for event in events_of(tmp_path, "fault")]
+    assert told and all(f"(process {still.pid}) is gone, with rank" in text for text in told), told
+
+
 def test_another_job_is_refused_and_the_keys_are_named(tmp_path: Path) -> None:
     first, other = (
         settings(tmp_path, "2", {"replicate": 2}),

@@ -26,6 +26,7 @@ AT_ONCE_BYTES = 8 << 20  # that are read before something else gets its turn
 UNPROVEN_BYTES = 1 << 20  # of a first message
 PING_S = 0.5
 CONNECT_S = 3.0
+STILL_S = 3 * PING_S  # between two pings of a process that stood still itself
 
 
 class ChannelError(ConnectionError):
@@ -53,15 +54,23 @@ class Channel:
         self._unread, self._end, self._broken = b"", "", ""
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._heard = time.monotonic()
+        self._heard = self._awake = time.monotonic()
+        self._still_s = 0.0
         self.proven = False
         """the other side has shown that it has the secret"""
         threading.Thread(target=self._ping, daemon=True).start()
 
     @property
     def silent_s(self) -> float:
-        """Seconds since a whole message of the other side came."""
-        return time.monotonic() - self._heard
+        """Seconds since a whole message of the other side came, or since this process went on after it stood still itself."""
+        now = time.monotonic()
+        return 0.0 if now - self._awake > STILL_S else now - self._heard
+
+    @property
+    def still_s(self) -> float:
+        """The longest that this process stood still (stopped, or suspended) and the other side did not hear it; 0: never."""
+        still_s = max(self._still_s, time.monotonic() - self._awake)
+        return still_s if still_s > STILL_S else 0.0
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -145,10 +154,15 @@ class Channel:
 
     def _ping(self) -> None:
         while not self._closed.wait(PING_S):
+            now = time.monotonic()
+            if now - self._awake > STILL_S:
+                self._still_s, self._heard = max(self._still_s, now - self._awake), now
+            self._awake = float("inf")  # the other side may take nothing in for long
             try:
                 self.send({})
             except ChannelError:
                 return  # who reads finds out
+            self._awake = time.monotonic()
 
 
 class Door:

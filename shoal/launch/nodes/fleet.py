@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.launch.failure import Gone
-from shoal.launch.nodes.channel import Channel, ChannelError
+from shoal.launch.nodes.channel import PING_S, Channel, ChannelError
 from shoal.launch.nursery import Event, Order, Place
 from shoal.launch.watch import START_S, Requests
 from shoal.observe.calls import moved_calls
@@ -112,6 +112,15 @@ class Fleet:
     def standing(self) -> set[int]:
         """Ranks whose process is stopped (SIGSTOP), as their machines said last."""
         return {rank for member in self.members for rank in member.standing}
+
+    @property
+    def unheard(self) -> bool:
+        """Whether signs of life are overdue from a machine some of whose ranks run, as far as it has told."""
+        alive = set(self.alive)
+        return any(
+            member.channel.silent_s > 2 * PING_S and alive.intersection(member.ranks)
+            for member in self.members
+        )
 
     def codes(self) -> dict[int, tuple[int | None, float]]:
         return {rank: self.ended.get(rank, (None, time.time())) for rank in range(self.ranks)}
@@ -245,9 +254,12 @@ class Fleet:
         if member.stopped:
             return
         now = time.time()
+        heard = now - member.channel.silent_s
+        if (still_s := member.channel.still_s) > self.silence_s:
+            why += f", after this machine, which leads, stood still for {still_s:.0f} s"
         for rank in member.ranks:
             self.ended.setdefault(rank, (None, now))
-        self.gone = self.gone or Gone(member.name, member.ranks, why)
+        self.gone = self.gone or Gone(member.name, member.ranks, why, heard)
 
     def heard(self, member: Member, message: dict[str, Any]) -> None:
         """Take in what a member said."""

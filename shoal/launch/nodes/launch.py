@@ -175,9 +175,19 @@ class _Search:
             why = said.get("resigned") or parted.why
             self._lost = None
             if led is not None and not said and not was_ours:
-                self._lost = Gone(led.leader, self._here.where.get(led.leader, range(0)), why)
+                self._lost = self._gone(led.leader, why, parted.still_s)
             who = led.leader if led is not None and not was_ours else "this machine"
             self._say(f"{who} leads no more ({why}); looking for who does now")
+
+    def _gone(self, leader: str, why: str, still_s: float) -> Gone:
+        """Which machine was lost, and led or was lost by who led: this one, if it stood still."""
+        name, text = leader, f"it led, and {why}"
+        if still_s:
+            name, text = (
+                self._here.name,
+                f"it stood still for {still_s:.0f} s, and {leader}, which led, lost it",
+            )
+        return Gone(name, self._here.where.get(name, range(0)), text)
 
     def _told(self, outcome: Outcome) -> Outcome:
         if outcome.report and not self._led:  # who led has said all of it

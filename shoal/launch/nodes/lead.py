@@ -59,8 +59,8 @@ class Lead:
     Args:
         settings: as the job says. ready: makes them ready for so many ranks, or raises ConfigError.
         epoch: which this machine has claimed, and where it is reached. door: there. fleet: to which the door leads.
-        quiet: reports are in files alone. lost: who led before, if it is gone. expected: machines that are
-            likely to come at once, since they followed who led before.
+        quiet: reports are in files alone. lost: who led before, if it is gone; or this machine, if it was given up.
+        expected: machines that are likely to come at once, since they followed who led before.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Lead:
         if not self._epoch.after:  # else faults have struck already
             (self._run.ranks / STRUCK).unlink(missing_ok=True)
         if self._lost is not None and self._lost.ranks:
-            text = f"{self._lost.name} is gone, with {ranks_text([*self._lost.ranks])}: it led, and {self._lost.why}"
+            text = f"{self._lost.name} is gone, with {ranks_text([*self._lost.ranks])}: {self._lost.why}"
             self._event("fault", rank=self._lost.ranks[0], message=text)
             if not self._quiet:
                 print(text, file=sys.stderr, flush=True)

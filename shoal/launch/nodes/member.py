@@ -39,6 +39,8 @@ class Parted(NamedTuple):
     why: str = ""
     silent: bool = False
     """it may live, and only cannot be reached"""
+    still_s: float = 0.0
+    """that this machine stood still, longer than who leads waits for one"""
 
 
 @dataclass(eq=False)
@@ -88,7 +90,7 @@ class Here:
                     self._ask(channel)
                 self._tell(channel)
         except ChannelError as error:
-            return Parted({}, str(error))
+            return Parted({}, str(error), still_s=channel.still_s if channel.still_s > silence_s else 0.0)
         finally:
             channel.close()
             self._stop()
