@@ -32,7 +32,7 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import faults_machines as machines
-from benchmarks.faults_machines import read_blows
+from benchmarks.faults_judge import is_right, kinds_of
 from shoal.checkpoint.check import one
 from shoal.checkpoint.plain import whole_tensors
 from shoal.config import Settings, parse
@@ -162,9 +162,10 @@ def attempt(plan: str, faults: str, right: Numbers, nets: Networks | None) -> di
     """One run under faults, begun again by hand where a fault asked it to stop or was an error that comes before any step."""
     with tempfile.TemporaryDirectory() as name:
         folder, by_hand = Path(name), 0
+        hit: list[machines.Hit] = []
         began = time.monotonic()
         while (
-            ended := _run(plan, folder, faults if not by_hand else "", nets)
+            ended := _run(plan, folder, faults if not by_hand else "", nets, hit)
         ).state != "ok" and by_hand < 3:
             by_hand += 1
         took_s = round(time.monotonic() - began, 3)
@@ -177,14 +178,10 @@ def attempt(plan: str, faults: str, right: Numbers, nets: Networks | None) -> di
         same = ended.state == "ok" and is_same(numbers_of(folder), right, exact="memory " not in faults)
         if not same:
             record["report"] = ended.report.splitlines()[:4]
-        named = all(
-            str(event["rank"])
-            in {word.removeprefix("rank=") for word in faults.split() if word.startswith("rank=")}
-            or "the process that started" in event["message"]
-            or (machines_of(plan) and " is gone, with rank" in event["message"])
-            for event in events
-            if event["event"] == "fault"
-        )
+        struck = kinds_of(faults, [what for what, _ in _marks(folder)])
+        named = is_right(faults, events, struck, hit)
+        if not named:
+            record["told"] = [event["message"] for event in events if event["event"] == "fault"]
         return record | {
             "same": same,
             "named": named,
@@ -203,14 +200,21 @@ def _redone(folder: Path, events: list[dict[str, Any]]) -> Iterator[int]:
 def _recoveries(folder: Path, faults: str) -> Iterator[tuple[str, float]]:
     """Of each failure that struck and was the last to before a step: its kind, and seconds from it to the end of that step."""
     ends = [row["time"] for row in read_json_lines(folder / "metrics.jsonl")]
-    kinds = [part.split()[0] for part in read_blows(faults)[0].split("; ") if part]
-    struck = [line.split() for line in (folder / "ranks" / STRUCK).read_text().splitlines()]
-    times = [float(when) for _, when in struck]
-    for number, ((what, _), when) in enumerate(zip(struck, times, strict=True)):
+    marks = _marks(folder)
+    kinds, times = kinds_of(faults, [what for what, _ in marks]), [when for _, when in marks]
+    for number, (kind, when) in enumerate(zip(kinds, times, strict=True)):
         after = [end for end in ends if end > when]
         following = times[number + 1] if number + 1 < len(times) else float("inf")
         if after and min(after) < following:
-            yield (kinds[int(what)] if what.isdigit() else what), round(min(after) - when, 3)
+            yield kind, round(min(after) - when, 3)
+
+
+def _marks(folder: Path) -> list[tuple[str, float]]:
+    """What struck, and when."""
+    with suppress(FileNotFoundError):
+        lines = (folder / "ranks" / STRUCK).read_text().splitlines()
+        return [(what, float(when)) for what, when in map(str.split, lines)]
+    return []
 
 
 def _left_processes(folder: Path) -> list[str]:
@@ -266,14 +270,14 @@ def numbers_of(folder: Path) -> Numbers:
 
 def _undisturbed(plan: str, nets: Networks | None) -> Numbers:
     with tempfile.TemporaryDirectory() as name:
-        if _run(plan, Path(name), "", nets).state != "ok":
+        if _run(plan, Path(name), "", nets, []).state != "ok":
             raise RuntimeError(f"{plan}: a run without faults failed")
         return numbers_of(Path(name))
 
 
-def _run(plan: str, folder: Path, faults: str, nets: Networks | None) -> Outcome:
+def _run(plan: str, folder: Path, faults: str, nets: Networks | None, hit: list[machines.Hit]) -> Outcome:
     if count := machines_of(plan):
-        return machines.run_on_machines(_settings(plan, folder, ""), count, faults, nets)
+        return machines.run_on_machines(_settings(plan, folder, ""), count, faults, nets, hit)
     return launch(_settings(plan, folder, faults), _ranks(plan), device="cpu", quiet=True)
 
 

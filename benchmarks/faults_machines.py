@@ -29,6 +29,13 @@ class Blow(NamedTuple):
     step: int
 
 
+class Hit(NamedTuple):
+    """What was done to a machine from outside, and its process then."""
+
+    kind: str
+    pid: int
+
+
 def read_blows(text: str) -> tuple[str, list[Blow]]:
     """Faults of ranks, as `run.faults` takes them, and what is done to machines, such as `cut node=1 step=3`.
 
@@ -47,8 +54,14 @@ def read_blows(text: str) -> tuple[str, list[Blow]]:
     return "; ".join(ours), blows
 
 
-def run_on_machines(settings: Settings, count: int, faults: str, networks: Networks | None) -> Outcome:
-    """A run on so many machines. One that is killed is started again at once, as a node's manager would."""
+def run_on_machines(
+    settings: Settings, count: int, faults: str, networks: Networks | None, hit: list[Hit]
+) -> Outcome:
+    """A run on so many machines. One that is killed is started again at once, as a node's manager would.
+
+    Args:
+        hit: gets what was done to machines from outside.
+    """
     folder = Path(settings.run.dir)
     ours, blows = read_blows(faults)
     about: dict[str, Any] = {
@@ -65,7 +78,9 @@ def run_on_machines(settings: Settings, count: int, faults: str, networks: Netwo
 
     machines = {number: start(number) for number in range(1, count + 1)}
     over = threading.Event()
-    hand = threading.Thread(target=_strike_all, args=(blows, folder, machines, networks, over), daemon=True)
+    hand = threading.Thread(
+        target=_strike_all, args=(blows, folder, machines, networks, over, hit), daemon=True
+    )
     hand.start()
     ends: dict[int, str] = {}
     until = time.monotonic() + ENDS_S
@@ -101,6 +116,7 @@ def _strike_all(
     machines: dict[int, Machine],
     networks: Networks | None,
     over: threading.Event,
+    hit: list[Hit],
 ) -> None:
     for blow in sorted(blows, key=lambda blow: blow.step):
         while max(steps_of(folder), default=0) < blow.step:
@@ -108,7 +124,7 @@ def _strike_all(
                 return
         with (folder / "ranks" / "faults.struck").open("a") as file:
             file.write(f"{blow.kind} {time.time():.3f}\n")
-        _strike(blow, folder, machines, networks, over)
+        _strike(blow, folder, machines, networks, over, hit)
 
 
 def _strike(
@@ -117,19 +133,23 @@ def _strike(
     machines: dict[int, Machine],
     networks: Networks | None,
     over: threading.Event,
+    hit: list[Hit],
 ) -> None:
     if blow.kind == "lead":
         leader = sorted((folder / "epochs").glob("????????.json"))[-1].read_text()
         for machine in machines.values():
             if f"process {machine.pid})" in leader:
+                hit.append(Hit(blow.kind, machine.pid))
                 machine.send(signal.SIGKILL)
     elif blow.kind == "halt":
         machine = machines[blow.node]
+        hit.append(Hit(blow.kind, machine.pid))
         with suppress(ProcessLookupError):
             machine.send(signal.SIGSTOP)
             over.wait(HALT_S)
             machine.send(signal.SIGCONT)
     elif networks is not None:
+        hit.append(Hit(blow.kind, machines[blow.node].pid))
         networks.plug(blow.node, into=False)
         over.wait(CUT_S if blow.kind == "cut" else BLIP_S)
         networks.plug(blow.node, into=True)
