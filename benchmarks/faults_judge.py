@@ -9,7 +9,20 @@ from typing import Any
 from benchmarks.faults_machines import Hit, read_blows
 
 # a machine whose launcher stands still, or that cannot be reached, may be at its end before that is seen
-ENDS_RANKS = ["kill", "crash", "abort", "exit", "raise", "memory", "disk", "parent", "node", "hang", "stop", "extra"]
+ENDS_RANKS = [
+    "kill",
+    "crash",
+    "abort",
+    "exit",
+    "raise",
+    "memory",
+    "disk",
+    "parent",
+    "node",
+    "hang",
+    "stop",
+    "extra",
+]
 """kinds by which a rank ends or goes on no more, and of which a run has to tell"""
 GONE = re.compile(r"\(process (\d+)\) is gone, with (ranks? .*?):")
 
