@@ -66,7 +66,7 @@ def status_of(folder: Path, rank: int) -> str:
 @pytest.fixture
 def fleet(tmp_path: Path) -> Generator[Fleet]:
     """Machine `a` has rank 0 and `b` has ranks 1 and 2, which ran when they were heard last."""
-    made = Fleet(SILENCE_S, ranks=3)
+    made = Fleet(SILENCE_S, "a", ranks=3)
     made.open()
     for name, ranks in (("a", range(1)), ("b", range(1, 3))):
         member = Member(cast(Channel, Said({}, 0.0)), name, "", len(ranks), ranks, stopped=False)
@@ -110,3 +110,15 @@ def test_a_machine_that_is_not_heard_again_is_named_and_none_of_its_ranks_is_stu
     fleet: Fleet, tmp_path: Path
 ) -> None:
     assert verdict(fleet, tmp_path, 60.0, {}) == "b is gone, with ranks 1, 2: it was not heard for 2 s"
+
+
+def test_who_leads_and_stood_still_is_named_and_not_who_gave_it_up(fleet: Fleet) -> None:
+    for still_s, name in ((7.0, "a"), (SILENCE_S / 2, "b")):
+        channel = Said({}, 0.0)
+        channel.still_s = still_s
+        member = Member(cast(Channel, channel), "b", "", 2, range(1, 3), stopped=False)
+        fleet.members[1:], fleet.gone = [member], None
+        fleet._lose(member, "the connection was closed")
+        channel.end()
+        gone = fleet.gone
+        assert gone is not None and (gone.name, "gave it up" in gone.why) == (name, name == "a")

@@ -60,6 +60,8 @@ class Fleet:
     """Members in the order in which they came, and the ranks of those that have any."""
 
     silence_s: float
+    name: str = ""
+    """of this machine, which leads"""
     members: list[Member] = field(default_factory=list)
     came: list[tuple[Channel, dict[str, Any], list[dict[str, Any]]]] = field(default_factory=list)
     """who would take part, and what it said after that"""
@@ -254,12 +256,18 @@ class Fleet:
         if member.stopped:
             return
         now = time.time()
-        heard = now - member.channel.silent_s
-        if (still_s := member.channel.still_s) > self.silence_s:
-            why += f", after this machine, which leads, stood still for {still_s:.0f} s"
         for rank in member.ranks:
             self.ended.setdefault(rank, (None, now))
-        self.gone = self.gone or Gone(member.name, member.ranks, why, heard)
+        self.gone = self.gone or self._which(member, why, now)
+
+    def _which(self, member: Member, why: str, now: float) -> Gone:
+        """Which machine is the cause of a loss: this one, if it stood still for so long that the other gave it up."""
+        still_s = member.channel.still_s
+        own = next((one for one in self.members if one.name == self.name and one.ranks), None)
+        if still_s > self.silence_s and own is not None:
+            text = f"it stood still for {still_s:.0f} s while it led, and {member.name} gave it up"
+            return Gone(own.name, own.ranks, text, now - still_s)
+        return Gone(member.name, member.ranks, why, now - member.channel.silent_s)
 
     def heard(self, member: Member, message: dict[str, Any]) -> None:
         """Take in what a member said."""

@@ -244,7 +244,7 @@ class _Search:
         return why if beats(self._run, patience_s) else ""
 
     def _try_to_lead(self, number: int) -> None:
-        fleet = Fleet(self._settings.run.node_deadline_s)
+        fleet = Fleet(self._settings.run.node_deadline_s, self._here.name)
         door = Door(self._here.address, self._secret, fleet.let_in)
         epoch = Epoch(number, self._here.name, self._here.address, door.port, self._here.epoch)
         try:
