@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.parallel import flash
-from shoal.parallel.flash import HALF_TYPES
+HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 class Attended(NamedTuple):
@@ -69,11 +68,10 @@ def merge(one: Attended, other: Attended) -> Attended:
 
 
 def _has_cudnn(query: Tensor) -> bool:
-    """Whether cuDNN's kernel, on Hopper about twice as fast as torch's flash kernel, takes the inputs, and no faster one."""
+    """Whether cuDNN's kernel, on Hopper about twice as fast as the flash kernel, takes the inputs."""
     fits = query.shape[-1] % 8 == 0 and query.shape[-1] <= 128
     return (
         fits
-        and not flash.is_active()
         and torch.backends.cudnn.is_available()
         and torch.cuda.get_device_capability(query.device) >= (9, 0)
     )

@@ -30,6 +30,8 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
 )
 
+from shoal.parallel.attend import HALF_TYPES
+
 NAME = "shoal: flash-attn-4"
 PACKAGE, INTERFACE = "flash-attn-4", "flash_attn.cute.interface"
 CALLED = {
@@ -37,9 +39,8 @@ CALLED = {
     "_flash_attn_bwd": {"softmax_scale", "causal", "deterministic", "dq", "dk", "dv"},
 }
 """its own functions that are called, and by which words"""
-HALF_TYPES = (torch.float16, torch.bfloat16)
 WIDEST = 128
-"""of a head. Wider ones are taken on Hopper alone, and were not measured"""
+"""of a head. The package takes wider ones on Hopper alone, where they were not measured"""
 _ALIGNED = 8
 """elements of 2 bytes: what is copied by the GPU's tensor memory accelerator begins at multiples of 16 bytes"""
 
@@ -96,23 +97,22 @@ def activate(*, simulated: bool) -> None:
         return
     register_flash_attention_impl(NAME, register_fn=_Nothing if simulated else _register)
     activate_flash_attention_impl(NAME)
-    _forget_compiled(NAME)
+    _forget_compiled()
 
 
 def deactivate() -> None:
     if is_active():
         restore_flash_attention_impl()
-        _forget_compiled(NAME)
+        _forget_compiled()
 
 
-def _forget_compiled(name: str) -> None:
+def _forget_compiled() -> None:
     """Have blocks compiled again, and found in torch's cache on disk by this kernel's name or without it.
 
     Which kernel a block has is decided as it is compiled, and torch's caches do not ask (torch 2.11 and 2.13).
     """
     config = torch.compiler.config
-    tag = config.cache_key_tag.replace(name, "")
-    config.cache_key_tag = tag + name * is_active()
+    config.cache_key_tag = config.cache_key_tag.replace(NAME, "") + NAME * is_active()
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 

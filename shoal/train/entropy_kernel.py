@@ -8,7 +8,7 @@ import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch import Tensor
 
 READ, WRITTEN = 4096, 2048
-"""logits that a program of 4 warps has at a time: on an H200 the fastest of 1,024 to 16,384 with 4 to 32 warps"""
+"""logits that a program of 4 warps has at a time; on an H200 no other from 1,024 to 16,384, by 4 to 32 warps, was 1 % faster"""
 
 
 def launch_losses(logits: Tensor, labels: Tensor, losses: Tensor, lse: Tensor, ignore: int) -> None:
