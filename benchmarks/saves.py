@@ -2,15 +2,16 @@
 
     python benchmarks/saves.py --out FILE [--device cpu|cuda] [--ranks 1] [--preset 433m] [--batch 64] [--micro-batch 8]
                                [--seq-len 2048] [--every 10] [--saves 2] [--eager] [--threads N] [--folder DIR]
-                               [--parts asynchronous,synchronous,in_memory]
+                               [--parts asynchronous,synchronous,in_memory] [--layers N]
 
 Three runs of `shoal train`: one with an asynchronous save every so many steps, of which a rank is killed in the middle; one whose
 saves are not asynchronous and which gets a SIGTERM, after which its last checkpoint is loaded by one process; one that keeps its
 state in memory after every step, of which a rank is killed. Shares are of a step, and a step is the median before the first save.
 The first asynchronous save plans and makes its memory; it is told by itself. FILE is written after each run.
 
-`--saves 1` is for a state of which the disk holds one: the first run then ends without a save of its own, and the second gets its
-SIGTERM before the first save is due.
+`--saves 1` is for a state of which the disk holds one. The first run's second save then finds the disk full, the rank is killed
+after it, and the run ends without a save of its own; the second run gets its SIGTERM before the first save is due, and what it left
+is not loaded: the kill has that of the first run loaded by all ranks.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +71,10 @@ def asynchronous(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Some saves and the last; a rank is killed half way between them."""
     every, last = options.every, options.saves * options.every
     kept = {"every": every, "last": options.saves > 1}
-    end = last + (every if options.saves > 1 else every - 1)
-    _train(folder, options, steps=end, faults=f"kill rank=0 step={last + every // 2}", checkpoint=kept)
+    killed = last + (every // 2 if options.saves > 1 else every + 2)
+    end = last + (every if options.saves > 1 else every + 4)
+    with _watched(folder) as times:
+        _train(folder, options, steps=end, faults=f"kill rank=0 step={killed}", checkpoint=kept)
     rows, events = _rows(folder), list(read_json_lines(folder / "events.jsonl"))
     saves = [event for event in events if event["event"] == "save" and event["step"] <= last]
     step_s = _step_s(rows, every)
@@ -81,8 +86,13 @@ def asynchronous(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "waited_s": [event["seconds"] for event in events if event["event"] == "save waited"],
         "steps_after_s": [rows[event["step"] + 1]["seconds"] for event in saves],
     }
+    if options.saves == 1:
+        found |= {
+            "steps_s": {step: row["seconds"] for step, row in sorted(rows.items())},
+            "not_saved": [event["reason"] for event in events if event["event"] == "save failed"],
+        }
     _clear(folder)
-    return found | _after_kill(folder, events)
+    return found | _after_kill(times, events) | _loaded(events, size)
 
 
 def synchronous(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -102,8 +112,9 @@ def synchronous(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     size = _size(folder)
     found = _saves(saves[:1], _step_s(_rows(folder), min(every, saves[0]["step"])), size)
     found["sigterm_to_durable_s"] = round(saves[-1]["time"] - asked[0], 3)
-    seconds = load_seconds(settings, options.device)
-    found["load"] = {"seconds": round(seconds, 3), "gb_per_s": round(size / seconds / 1e9, 2)}
+    if options.saves > 1:
+        found["load"] = _rate(load_seconds(settings, options.device), size)
+    _clear(folder)
     return found
 
 
@@ -111,21 +122,50 @@ def in_memory(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """No save to the disk, but each rank's part is copied after every step; the last rank is killed."""
     every, rank = options.every, options.ranks - 1
     kept = {"every": 0, "memory_every": 1, "last": False}
-    _train(folder, options, steps=2 * every, faults=f"kill rank={rank} step={every + 2}", checkpoint=kept)
+    with _watched(folder) as times:
+        _train(folder, options, steps=2 * every, faults=f"kill rank={rank} step={every + 2}", checkpoint=kept)
     rows, events = _rows(folder), list(read_json_lines(folder / "events.jsonl"))
-    return {"step_s": round(_step_s(rows, every), 4)} | _after_kill(folder, events)
+    return {"step_s": round(_step_s(rows, every), 4)} | _after_kill(times, events)
 
 
-def _after_kill(folder: Path, events: list[dict[str, Any]]) -> dict[str, Any]:
+@contextmanager
+def _watched(folder: Path) -> Generator[set[float]]:
+    """When steps ended, also those whose rows are taken away since they are taken again."""
+    times: set[float] = set()
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.02):
+            times.update(row["time"] for row in read_json_lines(folder / "metrics.jsonl"))
+
+    watch = threading.Thread(target=look)
+    watch.start()
+    try:
+        yield times
+    finally:
+        done.set()
+        watch.join()
+
+
+def _after_kill(times: set[float], events: list[dict[str, Any]]) -> dict[str, Any]:
     """From the last step before the kill, and from its report, to the first after it."""
     fault = next(event for event in events if event["event"] == "fault")
-    times = [row["time"] for row in read_json_lines(folder / "metrics.jsonl")]
     after = min(time for time in times if time > fault["time"])
     before = max(time for time in times if time < fault["time"])
     return {
         "kill_to_next_step_s": round(after - before, 3),
         "report_to_next_step_s": round(after - fault["time"], 3),
     }
+
+
+def _loaded(events: list[dict[str, Any]], size: int) -> dict[str, Any]:
+    """What the ranks that were started again loaded from the disk."""
+    loads = [event["load_s"] for event in events if event["event"] == "start" and "load_s" in event]
+    return {"load_after_kill": _rate(loads[-1], size)} if loads else {}
+
+
+def _rate(seconds: float, size: int) -> dict[str, float]:
+    return {"seconds": round(seconds, 3), "gb_per_s": round(size / seconds / 1e9, 2)}
 
 
 def load_seconds(settings: Settings, device: str) -> float:
@@ -153,7 +193,7 @@ def _train(folder: Path, options: argparse.Namespace, *, steps: int, **said: Any
     kept = said.get("checkpoint", {"every": options.every, "asynchronous": said.get("asynchronous", True)})
     big = options.preset in BIG
     table = {
-        "model": {"preset": options.preset},
+        "model": {"preset": options.preset} | ({"layers": options.layers} if options.layers else {}),
         "data": {
             "source": "synthetic",
             "vocab": VOCAB if big else 4096,
@@ -222,6 +262,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--preset", default="433m")
+    parser.add_argument("--layers", type=int, help="other than the preset's")
     parser.add_argument("--batch", type=int, default=64, help="sequences a step")
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=2048)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from shoal.checkpoint.folder import Checkpoint, CheckpointError, remove_after
 from shoal.checkpoint.store import load_newest, newest
 from shoal.observe.metrics import forget_after
@@ -21,7 +23,7 @@ def resume(training: Training) -> int:
         CheckpointError: there are checkpoints, and none is whole.
     """
     settings, world, run = training.settings, training.world, training.run
-    done = 0
+    done, began = 0, time.monotonic()
     if settings.run.resume:
         in_memory = _from_memory(training)
         done = _from_disk(training) if in_memory is None else in_memory
@@ -35,7 +37,8 @@ def resume(training: Training) -> int:
     forget_after(run, world.rank, done)
     if world.is_main:
         _tell_again(training, done)
-        run.event("start", step=done, world_size=world.size, plan=training.plan.describe())
+        loaded = {"load_s": round(time.monotonic() - began, 3)} if done else {}
+        run.event("start", step=done, world_size=world.size, plan=training.plan.describe(), **loaded)
     return done
 
 
