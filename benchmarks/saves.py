@@ -10,8 +10,8 @@ state in memory after every step, of which a rank is killed. Shares are of a ste
 The first asynchronous save plans and makes its memory; it is told by itself. FILE is written after each run.
 
 `--saves 1` is for a state of which the disk holds one. The first run's second save then finds the disk full, the rank is killed
-after it, and the run ends without a save of its own; the second run gets its SIGTERM before the first save is due, and what it left
-is not loaded: the kill has that of the first run loaded by all ranks.
+after it, and the run ends without a save of its own; the second run gets its SIGTERM before the first save is due, and what it
+left is not loaded: the kill has that of the first run loaded by all ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,9 +73,9 @@ def asynchronous(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     kept = {"every": every, "last": options.saves > 1}
     killed = last + (every // 2 if options.saves > 1 else every + 2)
     end = last + (every if options.saves > 1 else every + 4)
-    with _watched(folder) as times:
+    with _watched(folder) as seen:
         _train(folder, options, steps=end, faults=f"kill rank=0 step={killed}", checkpoint=kept)
-    rows, events = _rows(folder), list(read_json_lines(folder / "events.jsonl"))
+    rows, events = _firsts(seen.values()), list(read_json_lines(folder / "events.jsonl"))
     saves = [event for event in events if event["event"] == "save" and event["step"] <= last]
     step_s = _step_s(rows, every)
     size = _size(folder)
@@ -92,7 +92,7 @@ def asynchronous(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             "not_saved": [event["reason"] for event in events if event["event"] == "save failed"],
         }
     _clear(folder)
-    return found | _after_kill(times, events) | _loaded(events, size)
+    return found | _after_kill(seen, events) | _loaded(events, size)
 
 
 def synchronous(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -122,32 +122,32 @@ def in_memory(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """No save to the disk, but each rank's part is copied after every step; the last rank is killed."""
     every, rank = options.every, options.ranks - 1
     kept = {"every": 0, "memory_every": 1, "last": False}
-    with _watched(folder) as times:
+    with _watched(folder) as seen:
         _train(folder, options, steps=2 * every, faults=f"kill rank={rank} step={every + 2}", checkpoint=kept)
-    rows, events = _rows(folder), list(read_json_lines(folder / "events.jsonl"))
-    return {"step_s": round(_step_s(rows, every), 4)} | _after_kill(times, events)
+    events = list(read_json_lines(folder / "events.jsonl"))
+    return {"step_s": round(_step_s(_firsts(seen.values()), every), 4)} | _after_kill(seen, events)
 
 
 @contextmanager
-def _watched(folder: Path) -> Generator[set[float]]:
-    """When steps ended, also those whose rows are taken away since they are taken again."""
-    times: set[float] = set()
+def _watched(folder: Path) -> Generator[dict[float, dict[str, Any]]]:
+    """Rows by the time they were written, also those that a kill takes away since their steps are taken again."""
+    seen: dict[float, dict[str, Any]] = {}
     done = threading.Event()
 
     def look() -> None:
         while not done.wait(0.02):
-            times.update(row["time"] for row in read_json_lines(folder / "metrics.jsonl"))
+            seen.update((row["time"], row) for row in read_json_lines(folder / "metrics.jsonl"))
 
     watch = threading.Thread(target=look)
     watch.start()
     try:
-        yield times
+        yield seen
     finally:
         done.set()
         watch.join()
 
 
-def _after_kill(times: set[float], events: list[dict[str, Any]]) -> dict[str, Any]:
+def _after_kill(times: Iterable[float], events: list[dict[str, Any]]) -> dict[str, Any]:
     """From the last step before the kill, and from its report, to the first after it."""
     fault = next(event for event in events if event["event"] == "fault")
     after = min(time for time in times if time > fault["time"])
@@ -232,11 +232,15 @@ def _saves(saves: list[dict[str, Any]], step_s: float, size: int) -> dict[str, A
 
 
 def _rows(folder: Path) -> dict[int, dict[str, Any]]:
-    """Of each step the first: after a kill some are taken again."""
-    rows: dict[int, dict[str, Any]] = {}
-    for row in read_json_lines(folder / "metrics.jsonl"):
-        rows.setdefault(row["step"], row)
-    return rows
+    return _firsts(read_json_lines(folder / "metrics.jsonl"))
+
+
+def _firsts(rows: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Of each step the first row: after a kill some are taken again."""
+    firsts: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        firsts.setdefault(row["step"], row)
+    return firsts
 
 
 def _step_s(rows: dict[int, dict[str, Any]], every: int) -> float:
