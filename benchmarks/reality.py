@@ -1,9 +1,10 @@
 """What `shoal plan` says without a GPU, beside what the same plans took on GPUs: memory and step time of every kept run.
 
-    python benchmarks/reality.py [--out FILE] [--only TEXT] [--at-once 2]
+    python benchmarks/reality.py [--of MEASURED] [--out FILE] [--only TEXT] [--at-once 2]
 
-Reads the result files of this folder, runs `shoal plan JOB WORDS --on ... --json` for each of their rows of Shoal's own, and
-writes every row, good and bad, with its errors. Needs no GPU. Three factors of the model of time were taken from
+Reads what `benchmarks/reality_measure.py` wrote (`--of`), or the result files of this folder, which are of several versions;
+runs `shoal plan JOB WORDS --on ... --json` for each of their rows of Shoal's own, and writes every row, good and bad, with its
+errors. Needs no GPU. Three factors of the model of time were taken from
 runs that are among them: see docs/planning.md.
 """
 
@@ -31,6 +32,7 @@ from benchmarks.axes import SIZES
 from benchmarks.offload import KINDS as OFFLOADED
 from benchmarks.offload import MICRO_BATCH
 from benchmarks.offload import SIZES as OF_OFFLOAD
+from benchmarks.reality_measure import Row, tables_of
 from shoal.run import write_whole
 
 HERE = Path(__file__).resolve().parent
@@ -95,14 +97,15 @@ class Real(NamedTuple):
 def main() -> int:
     """Predict every row; 1 if one has no prediction."""
     options = _options()
-    asked = [real for real in measured() if options.only in f"{real.file} {real.name}"]
+    known = of_one_command(options.of) if options.of else measured()
+    asked = [real for real in known if options.only in f"{real.file} {real.name}"]
     with ThreadPoolExecutor(options.at_once) as pool:
         records = []
         for record in pool.map(predict, asked):
             records.append(record)
             print(json.dumps(record), flush=True)
     kept = {
-        "command": f"python benchmarks/reality.py --at-once {options.at_once}",
+        "command": shlex.join(["python", "benchmarks/reality.py", *sys.argv[1:]]),
         "torch": torch.__version__,
         "rows": records,
         "summary": summary(records),
@@ -115,6 +118,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--of", type=Path, default=None, help="what reality_measure.py wrote")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--only", default="", help="rows whose file and name have this text")
     parser.add_argument("--at-once", type=int, default=2)
@@ -164,6 +168,17 @@ def measured() -> Iterator[Real]:
             yield _real(
                 "step_1b_4xh100", row["name"], _job_of(kept), ONE_B[row["name"]].split(), "4 h100", row
             )
+
+
+def of_one_command(path: Path) -> Iterator[Real]:
+    """All rows of a file of `reality_measure.py` that have figures."""
+    kept = json.loads(path.read_text())
+    for row in kept["rows"]:
+        if "step_s" in row:
+            size, words = row["name"].split(" ", 1)
+            job = tables_of(Row(size, words))
+            figures = row["step_s"], row["allocated_gib"], row["reserved_gib"]
+            yield Real(path.stem, row["name"], job, [], _on(kept["machine"]), *figures)
 
 
 def _read(file: str) -> dict[str, Any]:
