@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec
 
 import typer
 
@@ -16,6 +19,9 @@ if TYPE_CHECKING:
     from shoal.planner.profile import Profile
 
 
+Given = ParamSpec("Given")
+
+
 class Ask(NamedTuple):
     """How predictions are made."""
 
@@ -23,6 +29,26 @@ class Ask(NamedTuple):
     profile: Profile | None
 
 
+def without_collections(command: Callable[Given, None]) -> Callable[Given, None]:
+    """A command that does not look for cycles of objects: while torch is imported that takes a second, and finds none.
+
+    A simulation looks for those of its own.
+    """
+
+    @wraps(command)
+    def run(*args: Given.args, **kwargs: Given.kwargs) -> None:
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            command(*args, **kwargs)
+        finally:
+            if was_on:
+                gc.enable()
+
+    return run
+
+
+@without_collections
 def plan(
     job: str = typer.Argument(help="A job file, or a run directory."),
     overrides: list[str] = typer.Argument(

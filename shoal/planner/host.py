@@ -85,7 +85,7 @@ def host_of(
     for rank, trace in traces.items():
         memory = memories[rank]
         tensors.append(memory.host_bytes if cluster.device.type == "cuda" else memory.peak.allocated_bytes)
-        states.append(slots * _state_bytes(trace))
+        states.append(slots * _state_bytes(trace) if slots else 0)
     ranks = [
         [rank // each for rank in range(first, min(first + node, plan.world_size))]
         for first in range(0, plan.world_size, node)

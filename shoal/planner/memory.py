@@ -223,6 +223,8 @@ def most_of(trace: Trace, device: str, category: Category) -> int:
 
 def _host_peak(trace: Trace) -> int:
     held = most = 0
+    if all(storage.device != "cpu" for storage in trace.storages):
+        return 0
     for _, event in trace.memory():
         storage = trace.storages[event if event >= 0 else ~event]
         if storage.device == "cpu":

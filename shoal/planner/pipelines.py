@@ -38,6 +38,7 @@ Traces = dict[int, Trace]
 """of the first rank of each place in the pipeline, by its number"""
 
 KEPT = 6  # blocks of a stage
+DEEP = 1.5  # times as many are worth repeating; below, to simulate them takes less time than to repeat events of the others
 
 
 def simulate_stages(
@@ -97,7 +98,7 @@ def _short(work: Work, plan: Plan, cluster: Cluster, boundary: Boundary) -> Shor
     """None where there would be as many blocks, or they are had otherwise than one by one, or a rank has several stages."""
     by_blocks = plan.stages_per_rank == 1 and plan.recompute_every == 1
     by_blocks &= not {"optimizer", "parameters"} & set(plan.offload)
-    if not by_blocks or alike_blocks(work, numbered=False) <= KEPT * plan.stages:
+    if not by_blocks or alike_blocks(work, numbered=False) <= DEEP * KEPT * plan.stages:
         return None
     with simulated_world(cluster, 0, plan.world_size, boundary=boundary) as world:
         pipeline = spread_of(parallelize(work.build, plan, world, precision=work.precision)).pipeline
