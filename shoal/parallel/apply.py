@@ -35,12 +35,15 @@ def parallelize(
     *,
     precision: Precision = "fp32",
     seed: int = 0,
+    weights: bool = True,
 ) -> nn.Module:
     """Spread a model over the ranks of `world` as `plan` says, with equal weights for every plan.
 
     Args:
         model: a builder (a class, or a function without arguments), whose weights then depend on `seed` alone; or a module,
             whose weights on rank 0 are taken by all.
+        weights: False where all are loaded later, since drawing or reading them takes its time; until then those of a builder
+            that can be initialised by name are NaN.
 
     Returns:
         A module that is called like the original. Sharded parameters are `DTensor`s.
@@ -77,7 +80,7 @@ def parallelize(
     init_parameter = initialiser_of(built)
     if is_meta(built):
         masters = masters_device(plan, world.device)
-        materialise(built, _required(init_parameter, built), world.device, masters, seed)
+        materialise(built, _required(init_parameter, built), world.device, masters, seed if weights else None)
     _move_rest(built, plan, world.device)
     if (
         precision == "float8_gather"

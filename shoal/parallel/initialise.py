@@ -85,7 +85,11 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def materialise(
-    model: nn.Module, init_parameter: InitParameter, device: torch.device, masters: torch.device, seed: int
+    model: nn.Module,
+    init_parameter: InitParameter,
+    device: torch.device,
+    masters: torch.device,
+    seed: int | None,
 ) -> None:
     """Give a meta model storage and the initial weights of `seed`, sharded parameters their part.
 
@@ -93,6 +97,7 @@ def materialise(
 
     Args:
         device: of the buffers, which compute their values on it. masters: of the parameters.
+        seed: None for weights that are loaded later; until then they are NaN, so that none can be forgotten.
     """
     ties = tied_names(model)
     buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
@@ -103,9 +108,26 @@ def materialise(
     _tie(model, ties)  # to_empty gives each use of a tied parameter storage of its own
     for name, buffer in buffers.items():
         model.get_buffer(name).copy_(buffer)
-    if not is_simulated():  # there are no values to set
+    if seed is None:
+        _fill_with_nan(model)
+    elif not is_simulated():  # there are no values to set
         fill(model, init_parameter, seed)
     fill_buffers(model)
+
+
+@torch.no_grad()
+def _fill_with_nan(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local.fill_(float("nan") if local.is_floating_point() else 0)
+
+
+def give_weights(model: nn.Module, seed: int) -> None:
+    """The initial weights of `seed`, for a model that `parallelize` gave none."""
+    model = core(model)
+    reshard(model)
+    if init_parameter := initialiser_of(model):  # what was built for real has them
+        fill(model, init_parameter, seed)
 
 
 @torch.no_grad()

@@ -308,6 +308,14 @@ def kept_for(plan: Plan, rank: int) -> str:
     return f"{cut}, ZeRO-{plan.zero_stage}, {plan.stages_per_rank} stages, part {_among_replicas(plan, rank)}"
 
 
+def is_something_kept() -> bool:
+    """Whether this launcher's memory holds any state, of whatever rank."""
+    paths = os.environ.get(KEPT)
+    if paths is None:
+        return False
+    return any(state != NONE for path in Kept(*json.loads(paths)).all for state in _header(path)[2])
+
+
 def open_snapshots(every: int, state: Callable[[], Mapping[str, Tensor]], about: str) -> Snapshots | None:
     """This rank's memory, if the job asks for copies; else `state`, which makes the optimizer's, is not called.
 

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import time
 
-from shoal.checkpoint.folder import Checkpoint, CheckpointError, remove_after
+from shoal.checkpoint.folder import Checkpoint, CheckpointError, list_checkpoints, remove_after
 from shoal.checkpoint.store import load_newest, newest
+from shoal.config import Settings
 from shoal.observe.metrics import forget_after
-from shoal.run import read_json_lines
+from shoal.parallel.initialise import give_weights
+from shoal.resilience.snapshot import is_something_kept
+from shoal.run import Run, read_json_lines
 from shoal.train.bad import remember_events, remember_manifest
 from shoal.train.keep import wait_for_save
 from shoal.train.resume import require_same_numbers
 from shoal.train.setup import Training
 from shoal.train.spikes import Spike, is_before
+from shoal.world import World
+
+
+def goes_on(settings: Settings, run: Run, world: World) -> bool:
+    """Whether there seems to be a state to load, so that no initial weights are needed. Collective: as rank 0 sees it."""
+    found = None
+    if world.is_main:
+        there = settings.run.resume and (is_something_kept() or bool(list_checkpoints(run.checkpoints)[0]))
+        found = "yes" if there else "no"
+    return world.broadcast_text(found) == "yes"
 
 
 def resume(training: Training) -> int:
@@ -23,17 +36,20 @@ def resume(training: Training) -> int:
         CheckpointError: there are checkpoints, and none is whole.
     """
     settings, world, run = training.settings, training.world, training.run
-    done, began = 0, time.monotonic()
+    loaded, began = None, time.monotonic()
     if settings.run.resume:
         in_memory = _from_memory(training)
-        done = _from_disk(training) if in_memory is None else in_memory
-        if done:
+        loaded = _from_disk(training) if in_memory is None else in_memory
+        if loaded:
             remember_events(training.bad.train.known, run)
     else:
         if world.is_main and (aside := run.set_aside()):
             training.progress.say(f"set aside what an earlier run left: {aside}")
         if training.snapshots is not None:
             training.snapshots.forget(world)
+    if loaded is None and training.empty:  # what there seemed to be has gone
+        give_weights(training.model, settings.job.train.seed)
+    done = loaded or 0
     forget_after(run, world.rank, done)
     if world.is_main:
         _tell_again(training, done)
@@ -79,8 +95,8 @@ def _from_memory(training: Training) -> int | None:
     return done
 
 
-def _from_disk(training: Training) -> int:
-    """Load the newest checkpoint that is whole; returns the steps that are done."""
+def _from_disk(training: Training) -> int | None:
+    """Load the newest checkpoint that is whole; returns the steps that are done, None if there is none."""
     run, world = training.run, training.world
 
     def accept(found: Checkpoint) -> None:
@@ -93,7 +109,7 @@ def _from_disk(training: Training) -> int:
         training.progress.say(f"left out {entry.path}: {entry.reason}")
     if found is not None:
         remember_manifest(training.bad.train.known, found.manifest)
-    return found.step if found is not None else 0
+    return found.step if found is not None else None
 
 
 def go_back(training: Training, spike: Spike) -> int:

@@ -20,7 +20,7 @@ from shoal.run import Run
 from shoal.train.evaluate import Evaluation, evaluate
 from shoal.train.filled import memory_told
 from shoal.train.keep import compare_copies, copy_to_memory, save_and_wait, save_or_go_on, wait_for_save
-from shoal.train.load import go_back, resume
+from shoal.train.load import go_back, goes_on, resume
 from shoal.train.nonfinite import find_cause
 from shoal.train.pauses import Pauses
 from shoal.train.setup import Training, set_up
@@ -49,7 +49,8 @@ def train(settings: Settings, world: World, status: RankStatus, stop: StopFlag) 
     world.agree("job", settings.to_toml())
     status.enter("setup", 0)
     with hand_over(settings.checkpoint, run, world) as saves:
-        training = set_up(settings, world, run, status, saves=saves)
+        empty = goes_on(settings, run, world)
+        training = set_up(settings, world, run, status, saves=saves, empty=empty)
         show_state(status, training.state)
         done = resume(training)
         if done < settings.train.steps:

@@ -50,6 +50,8 @@ class Training(NamedTuple):
     spikes: Spikes | None
     """what tells spikes and remembers skipped data, if the job asks for it"""
     saves: HandOver | None
+    empty: bool = False
+    """the model's weights are to be loaded: it was given none"""
 
     def state(self) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint, by name."""
@@ -82,19 +84,22 @@ def set_up(
     *,
     on_phase: Callable[[str, int], None] | None = None,
     saves: HandOver | None = None,
+    empty: bool = False,
 ) -> Training:
     """Data, model, objective and step for this rank.
 
     Args:
         on_phase: told the phases of each step in place of `status`, as `Step` tells them.
         saves: how a save is handed over; left out, ranks write and wait.
+        empty: the model's weights are loaded afterwards: it is given none. The same on all ranks.
     """
     job, plan = settings.job, settings.plan
     if plan is None:
         raise ValueError("settings.plan is not chosen yet")
     datasets = open_dataset(job.data, job.train.seed, Path(settings.run.data) if settings.run.data else None)
     build = builder(job.model, datasets.vocab)
-    model = parallelize(build, plan, world, precision=job.train.precision, seed=job.train.seed)
+    precision, seed = job.train.precision, job.train.seed
+    model = parallelize(build, plan, world, precision=precision, seed=seed, weights=not empty)
     compiled = plan.compiles(world.device.type) is not None
     objective = choose_objective(job.train.objective, datasets.vocab, compiled=compiled)
     cost = rates(job, build, objective, datasets, detect_cluster().device.flops, world.size)
@@ -105,10 +110,10 @@ def set_up(
         job.optimizer,
         plan,
         world,
-        precision=job.train.precision,
+        precision=precision,
         total_steps=job.train.steps,
         usual_weight=cost.usual_weight,
-        seed=job.train.seed,
+        seed=seed,
         scale=(job.train.loss_scale, job.train.loss_scale_growth),
         on_phase=told if saves is None else _with_copies(told, saves),
     )
@@ -134,6 +139,7 @@ def set_up(
         bad_of(run),
         spikes,
         saves,
+        empty,
     )
 
 

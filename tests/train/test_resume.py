@@ -228,3 +228,38 @@ def seen_of(world: World, folder: Path) -> float:
     state = {"buffer.seen": torch.zeros(())}
     load(list_checkpoints(folder / "checkpoints")[0][-1], state, world)
     return state["buffer.seen"].item()
+
+
+def run_without_drawing(world: World, settings: Settings) -> None:
+    with patch("shoal.parallel.initialise.fill", side_effect=RuntimeError("weights were drawn")):
+        run(world, settings)
+
+
+def run_as_if_there_were_something(world: World, settings: Settings) -> None:
+    with patch("shoal.train.loop.goes_on", return_value=True):
+        run(world, settings)
+
+
+PLANS = [Plan(), Plan(replicate=2), Plan(shard=2), Plan(tensor=2), Plan(pipeline=2, micro_batch=4)]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=Plan.describe)
+def test_weights_that_are_loaded_are_not_drawn_first(plan: Plan, finished: Path, done: Path) -> None:
+    shutil.rmtree(done / "checkpoints" / "step-00000012")
+    run_ranks(plan.world_size, run_without_drawing, settings_for(done, plan))
+    for mine, its in zip(losses(done), losses(finished), strict=True):
+        assert mine == pytest.approx(its, rel=1e-5)  # fp32 sums in another order
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=Plan.describe)
+def test_where_what_seemed_to_be_there_has_gone_weights_are_drawn_after_all(
+    plan: Plan, finished: Path, tmp_path: Path
+) -> None:
+    run_ranks(plan.world_size, run_as_if_there_were_something, settings_for(tmp_path / "run", plan))
+    for mine, its in zip(losses(tmp_path / "run"), losses(finished), strict=True):
+        assert mine == pytest.approx(its, rel=1e-5)
+
+
+def test_a_run_that_begins_draws_its_weights(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="weights were drawn"):
+        run_ranks(1, run_without_drawing, settings_for(tmp_path / "run", Plan()))
