@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +37,8 @@ from shoal.checkpoint.layout import (
     origin_of,
     piece_bytes,
 )
+
+PART_BYTES = 32 << 20  # that a thread reads at a time: memory of so many is there for each
 
 
 class Block(NamedTuple):
@@ -159,23 +162,55 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors of the plan; files are read side by side by `threads`."""
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self._pieces[item.storage_index].file, []).append(item)
+        """Fill the tensors of the plan, by `threads` side by side: where a plan is as it was, a rank reads one file, its own."""
+        shares = self._shares([part for item in plan.items for part in self._cut(item)])
+        found: list[Damage] = []
         with ThreadPoolExecutor(self.threads) as pool:
-            for damage, seen in pool.map(lambda items: self._read_file(items, planner), by_file.values()):
-                self.damage += damage
+            for damage, seen in pool.map(lambda items: self._read_items(items, planner), shares):
+                found += damage
                 self.seen |= seen
+        self.damage += dict.fromkeys(found)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_file(self, items: list[ReadItem], planner: LoadPlanner) -> tuple[list[Damage], set[Block]]:
+    def _cut(self, item: ReadItem) -> Iterator[ReadItem]:
+        """An item in parts along its first dim that are read one at a time."""
+        if not item.lengths:
+            yield item
+            return
+        row = self._bytes_of(item) // max(1, item.lengths[0])
+        rows = max(1, PART_BYTES // max(1, row))
+        for first in range(0, item.lengths[0], rows):
+            yield replace(
+                item,
+                dest_offsets=_moved(item.dest_offsets, first),
+                storage_offsets=_moved(item.storage_offsets, first),
+                lengths=torch.Size((min(rows, item.lengths[0] - first), *item.lengths[1:])),
+            )
+
+    def _shares(self, items: list[ReadItem]) -> list[list[ReadItem]]:
+        """In the order in which they lie in files, cut into as many shares of about as many bytes as there are threads."""
+
+        def place(item: ReadItem) -> tuple[str, int, tuple[int, ...]]:
+            piece = self._pieces[item.storage_index]
+            return piece.file, piece.at, tuple(item.storage_offsets)
+
+        shares: list[list[ReadItem]] = [[] for _ in range(self.threads)]
+        whole, before = max(1, sum(map(self._bytes_of, items))), 0
+        for item in sorted(items, key=place):
+            shares[before * self.threads // whole].append(item)
+            before += self._bytes_of(item)
+        return [share for share in shares if share]
+
+    def _bytes_of(self, item: ReadItem) -> int:
+        return math.prod(item.lengths) * self.index[item.storage_index.fqn].dtype.itemsize
+
+    def _read_items(self, items: list[ReadItem], planner: LoadPlanner) -> tuple[list[Damage], set[Block]]:
         damage: list[Damage] = []
         seen: set[Block] = set()
         with Files(self.checkpoint) as files:
-            for item in sorted(items, key=lambda item: self._pieces[item.storage_index].at):
+            for item in items:
                 name, piece = item.storage_index.fqn, self._pieces[item.storage_index]
                 blocks, part, bad = read_box(
                     files, name, piece, self.index[name].dtype, item.storage_offsets, item.lengths
@@ -191,6 +226,10 @@ class Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
         return Path(checkpoint_id).is_dir()
+
+
+def _moved(offsets: torch.Size, rows: int) -> torch.Size:
+    return torch.Size((offsets[0] + rows, *offsets[1:]))
 
 
 def read_box(

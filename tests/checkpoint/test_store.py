@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.folder import list_checkpoints
-from shoal.checkpoint.layout import read_index
+from shoal.checkpoint.layout import Damage, read_index
+from shoal.checkpoint.read import Block, Files
 from shoal.checkpoint.store import CheckpointError, load, newest, save
 from shoal.world import World
+from tests.checkpoint.blocks import small_blocks
 from tests.ranks import run_ranks
 
 
@@ -133,3 +135,38 @@ def test_tensors_of_every_kind_come_back_to_the_bit_and_lie_where_their_type_may
     checkpoint = list_checkpoints(tmp_path)[0][0]
     for stored in read_index(checkpoint).values():
         assert all(piece.at % stored.dtype.itemsize == 0 for piece in stored.pieces)
+
+
+WHOLE = {
+    f"model.{number}": torch.randn(shape)
+    for number, shape in enumerate([(), (0, 3), (1,), (7,), (640, 4), (50, 3, 7), (333, 1)])
+}
+
+
+def load_by_threads(world: World, folder: Path) -> tuple[bool, int, int]:
+    """Whether all came back; how many read side by side, and how many bytes."""
+    read = Files.read
+    asked: list[tuple[Files, int]] = []
+
+    def noted(files: Files, block: Block, into: memoryview) -> Damage | None:
+        asked.append((files, block.size))
+        return read(files, block, into)
+
+    # rows of 84 and 16 bytes, of which parts hold as many as fit; blocks of 256 bytes
+    with (
+        small_blocks(),
+        patch("shoal.checkpoint.read.PART_BYTES", 512),
+        patch("shoal.checkpoint.store._threads", return_value=3),
+        patch.object(Files, "read", noted),
+    ):
+        save(folder, 1, dict(WHOLE), {}, world, keep=1)
+        found = load_newest(world, folder, {name: torch.full_like(t, -1.0) for name, t in WHOLE.items()})
+    equal = all(torch.equal(found[name], tensor) for name, tensor in WHOLE.items())
+    return equal, len({id(files) for files, _ in asked}), sum(size for _, size in asked)
+
+
+def test_one_file_is_read_in_parts_by_several_threads(tmp_path: Path) -> None:
+    ((equal, readers, size),) = run_ranks(1, load_by_threads, tmp_path)
+    assert equal and readers == 3
+    whole = sum(tensor.nbytes for tensor in WHOLE.values())
+    assert whole <= size < 2 * whole  # what parts of a block share is read for each of them
