@@ -45,7 +45,7 @@ def measure(settings: Settings, world: World, status: RankStatus, stop: StopFlag
         found = _row(parse(tables, where=name), world, status)
         _forget(world)
         if world.is_main:
-            found |= {"seconds": round(time.monotonic() - began, 1), "left_gib": _gib(_left(world))}
+            found |= {"seconds": round(time.monotonic() - began, 1), "left_gib": _left(world)}
             with Path(asked["found"]).open("a") as file:
                 file.write(json.dumps({"name": name} | found) + "\n")
         world.barrier("a row")
@@ -110,8 +110,12 @@ def _forget(world: World) -> None:
         torch.cuda.empty_cache()
 
 
-def _left(world: World) -> int:
-    return torch.cuda.memory_allocated(world.device) if world.device.type == "cuda" else 0
+def _left(world: World) -> list[float]:
+    """What a row left behind: tensors, and all that the device holds, as of communicators and what other ranks read."""
+    if world.device.type != "cuda":
+        return []
+    free, total = torch.cuda.mem_get_info(world.device)
+    return [_gib(torch.cuda.memory_allocated(world.device)), _gib(total - free)]
 
 
 def _number(steps: float, world: World) -> int:

@@ -72,13 +72,15 @@ def export_plain(checkpoint: Checkpoint, out: Path, *, weights: bool, shard_byte
 
     Args:
         out: a file that ends in .pt, .pth, .bin or .ckpt, or a folder, which is new or empty.
-        weights: only parameters and buffers, under their names in the model.
+        weights: only parameters and buffers, under their names in the model; those alone that are in its `state_dict`.
 
     Raises:
         ValueError: `out` is there, or safetensors is not installed.
         DamagedCheckpointError: the checkpoint is not what was written.
     """
-    renamed = {name: _model_name(name) if weights else name for name in checkpoint.manifest["tensors"]}
+    left_out = set(checkpoint.manifest.get("transient", ())) if weights else set()
+    names = [name for name in checkpoint.manifest["tensors"] if name not in left_out]
+    renamed = {name: _model_name(name) if weights else name for name in names}
     wanted = {name: new for name, new in renamed.items() if new is not None}
     if out.exists() and (out.is_file() or any(out.iterdir())):
         raise ValueError(f"{str(out)!r} is there already; choose another name")

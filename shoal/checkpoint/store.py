@@ -56,6 +56,15 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     return parameters | {f"buffer.{name}": buffer for name, buffer in model.named_buffers()}
 
 
+def transient_buffers(model: nn.Module) -> list[str]:
+    """Names of buffers that a checkpoint holds, and that the model would keep out of its `state_dict`."""
+    return [
+        f"buffer.{path}.{name}" if path else f"buffer.{name}"
+        for path, module in core(model).named_modules()
+        for name in sorted(module._non_persistent_buffers_set)
+    ]
+
+
 def save(
     folder: Path,
     step: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shoal.checkpoint.store import model_state
+from shoal.checkpoint.store import model_state, transient_buffers
 from shoal.config import Settings
 from shoal.data.batches import Datasets, open_dataset
 from shoal.imports import load_object
@@ -19,6 +20,7 @@ from shoal.observe.progress import Progress
 from shoal.observe.status import RankStatus
 from shoal.parallel.apply import parallelize
 from shoal.plan import Plan
+from shoal.resilience.exchange import tell_all
 from shoal.resilience.handover import HandOver
 from shoal.resilience.snapshot import Snapshots, kept_for, open_snapshots
 from shoal.run import Run
@@ -50,6 +52,8 @@ class Training(NamedTuple):
     spikes: Spikes | None
     """what tells spikes and remembers skipped data, if the job asks for it"""
     saves: HandOver | None
+    transient: tuple[str, ...]
+    """buffers that are no part of the model's `state_dict`, of all ranks"""
     empty: bool = False
     """the model's weights are to be loaded: it was given none"""
 
@@ -69,6 +73,7 @@ def facts_of(training: Training) -> dict[str, Any]:
         "vocab": training.datasets.vocab,
         **left_out,
         **({"skipped_data": training.spikes.skips} if training.spikes is not None else {}),
+        **({"transient": training.transient} if training.transient else {}),
     }
 
 
@@ -139,8 +144,16 @@ def set_up(
         bad_of(run),
         spikes,
         saves,
+        transient_of_all(model, plan, world),
         empty,
     )
+
+
+def transient_of_all(model: nn.Module, plan: Plan, world: World) -> tuple[str, ...]:
+    """Names of transient buffers: ranks of a pipeline have different ones. Collective then."""
+    names = json.dumps(transient_buffers(model))
+    everyone = tell_all(names, world) if plan.pipeline > 1 else [names]
+    return tuple(sorted({name for told in everyone for name in json.loads(told)}))
 
 
 def _with_copies(on_phase: Callable[[str, int], None], saves: HandOver) -> Callable[[str, int], None]:

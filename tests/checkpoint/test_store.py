@@ -9,12 +9,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.checkpoint.folder import list_checkpoints
 from shoal.checkpoint.layout import Damage, read_index
+from shoal.checkpoint.plain import export_plain
 from shoal.checkpoint.read import Block, Files
-from shoal.checkpoint.store import CheckpointError, load, newest, save
+from shoal.checkpoint.store import CheckpointError, load, model_state, newest, save
+from shoal.plan import Plan
+from shoal.train.setup import transient_of_all
 from shoal.world import World
 from tests.checkpoint.blocks import small_blocks
 from tests.ranks import run_ranks
@@ -170,3 +173,32 @@ def test_one_file_is_read_in_parts_by_several_threads(tmp_path: Path) -> None:
     assert equal and readers == 3
     whole = sum(tensor.nbytes for tensor in WHOLE.values())
     assert whole <= size < 2 * whole  # what parts of a block share is read for each of them
+
+
+class Turned(nn.Module):
+    """With a buffer that its state_dict has, and one that it has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("angles", torch.arange(4.0), persistent=False)
+
+
+def save_and_export(world: World, folder: Path) -> tuple[str, ...]:
+    model = nn.ModuleDict({f"stage{world.rank}": Turned()})
+    transient = transient_of_all(model, Plan(pipeline=2), world)
+    save(folder / "saved", 1, model_state(model), {"transient": transient}, world, keep=1)
+    if world.is_main:
+        checkpoint = list_checkpoints(folder / "saved")[0][0]
+        export_plain(checkpoint, folder / "weights.pt", weights=True)
+        export_plain(checkpoint, folder / "all.pt", weights=False)
+    return transient
+
+
+def test_buffers_that_no_state_dict_has_are_saved_and_left_out_of_exported_weights(tmp_path: Path) -> None:
+    for transient in run_ranks(2, save_and_export, tmp_path):
+        assert transient == ("buffer.stage0.angles", "buffer.stage1.angles")
+    whole = nn.ModuleDict({"stage0": Turned(), "stage1": Turned()})
+    whole.load_state_dict(torch.load(tmp_path / "weights.pt"))  # no name too many, and none too few
+    assert set(torch.load(tmp_path / "all.pt")) == set(model_state(whole))
