@@ -173,12 +173,17 @@ def measured() -> Iterator[Real]:
 def of_one_command(path: Path) -> Iterator[Real]:
     """All rows of a file of `reality_measure.py` that have figures."""
     kept = json.loads(path.read_text())
+    if kept["size"] != "full":
+        raise SystemExit(
+            f"--of {path}: it has rows of --size {kept['size']}, which are of no device that is known"
+        )
+    on = _on(kept["machine"] | {"devices": kept["ranks"]})
     for row in kept["rows"]:
         if "step_s" in row:
             size, words = row["name"].split(" ", 1)
             job = tables_of(Row(size, words))
             figures = row["step_s"], row["allocated_gib"], row["reserved_gib"]
-            yield Real(path.stem, row["name"], job, [], _on(kept["machine"]), *figures)
+            yield Real(path.stem, row["name"], job, [], on, *figures)
 
 
 def _read(file: str) -> dict[str, Any]:

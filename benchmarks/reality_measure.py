@@ -3,8 +3,8 @@
     python benchmarks/reality_measure.py --out FILE [--ranks 2] [--only TEXT,...] [--total-s 560] [--size full|tiny]
 
 Three sizes of Llama and a mixture of experts; every axis; eager, compiled, recorded; recompute, offload, precision. Rows of one
-launch follow each other in the same processes, which are started again after a row that fails. What was found is written to
-FILE.jsonl row by row, and at the end to FILE.
+launch follow each other in the same processes, which are started again after a row that fails. FILE is written after each launch,
+and FILE.jsonl row by row meanwhile. After a SIGTERM, or --total-s, no other row begins; those that were not reached say so.
 `--size tiny` tries the rows on CPU ranks.
 """
 
@@ -124,35 +124,49 @@ def main() -> int:
         for row in rows(options.ranks)
         if not options.only or any(text in row.name for text in options.only.split(","))
     ]
+    if not asked:
+        raise SystemExit(
+            f"--only {options.only}: no row's name has it; names: {'; '.join(row.name for row in rows(options.ranks))}"
+        )
     kept: dict[str, Any] = {
         "command": shlex.join(["python", "benchmarks/reality_measure.py", *sys.argv[1:]]),
         "machine": facts_of_machine(),
+        "ranks": options.ranks,
+        "size": options.size,
         "rows": [],
     }
     records: list[dict[str, Any]] = kept["rows"]
-    until = time.monotonic() + options.total_s
-    while len(records) < len(asked) and time.monotonic() < until:
-        records += _launched(asked[len(records) :], options, until - time.monotonic())
+    until, ends = time.monotonic() + options.total_s, False
+    while len(records) < len(asked) and not ends:
+        found, ends = _launched(asked[len(records) :], options, until - time.monotonic())
+        records += found
+        write_whole(options.out, json.dumps(kept, indent=1) + "\n")
+    records += [{"name": row.name, "problem": "not reached"} for row in asked[len(records) :]]
     write_whole(options.out, json.dumps(kept, indent=1) + "\n")
     print(json.dumps(kept, indent=1))
-    return int(len(records) < len(asked) or any("problem" in record for record in records))
+    return int(any("problem" in record for record in records))
 
 
-def _launched(asked: list[Row], options: argparse.Namespace, limit_s: float) -> list[dict[str, Any]]:
-    """What one launch found: rows in their order, the last with a problem if it failed."""
+def _launched(
+    asked: list[Row], options: argparse.Namespace, limit_s: float
+) -> tuple[list[dict[str, Any]], bool]:
+    """What one launch found: rows in their order, the last with a problem if it failed; and whether it was to be the last."""
     tables = [(row.name, tables_of(row, options.size == "tiny")) for row in asked]
-    lines = options.out.with_suffix(".jsonl").resolve()
+    lines = options.out.with_name(f"{options.out.name}.jsonl").resolve()
     lines.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        write_whole(Path(folder) / ASKED, json.dumps({"found": str(lines), "rows": tables}))
-        more = {"run": {"dir": folder, "deadline_s": max(30.0, limit_s), "restarts": 0}}
+        ask = {"found": str(lines), "limit_s": limit_s, "rows": tables}
+        write_whole(Path(folder) / ASKED, json.dumps(ask))
+        more = {"run": {"dir": folder, "restarts": 0}}
         settings = parse(tables[0][1] | more, where=asked[0].name)
         outcome = launch(settings, options.ranks, target=TARGET, quiet=True)
     found = list(read_json_lines(lines)) if lines.exists() else []
     lines.unlink(missing_ok=True)
-    if outcome.state == "failed" and len(found) < len(asked):
+    if outcome.state != "failed":
+        return found, True
+    if len(found) < len(asked):
         found.append({"name": asked[len(found)].name, "problem": outcome.report[:2000]})
-    return found
+    return found, False
 
 
 def _options() -> argparse.Namespace:

@@ -39,13 +39,17 @@ DIFFERENT = 4  # batches, which come again
 def measure(settings: Settings, world: World, status: RankStatus, stop: StopFlag) -> None:
     """Every row of the run directory's list; its file of results gets a line for each when it is there."""
     asked = json.loads((Path(settings.run.dir) / ASKED).read_text())
+    until = time.monotonic() + asked["limit_s"]
     for name, tables in asked["rows"]:
+        ends = stop.requested or time.monotonic() > until
+        if _most([float(ends)], world)[0]:
+            return
         status.enter("setup", 0)
         began = time.monotonic()
         found = _row(parse(tables, where=name), world, status)
         _forget(world)
         if world.is_main:
-            found |= {"seconds": round(time.monotonic() - began, 1), "left_gib": _left(world)}
+            found |= {"seconds": round(time.monotonic() - began, 1)} | _left(world)
             with Path(asked["found"]).open("a") as file:
                 file.write(json.dumps({"name": name} | found) + "\n")
         world.barrier("a row")
@@ -110,12 +114,15 @@ def _forget(world: World) -> None:
         torch.cuda.empty_cache()
 
 
-def _left(world: World) -> list[float]:
+def _left(world: World) -> dict[str, float]:
     """What a row left behind: tensors, and all that the device holds, as of communicators and what other ranks read."""
     if world.device.type != "cuda":
-        return []
+        return {}
     free, total = torch.cuda.mem_get_info(world.device)
-    return [_gib(torch.cuda.memory_allocated(world.device)), _gib(total - free)]
+    return {
+        "left_gib": _gib(torch.cuda.memory_allocated(world.device)),
+        "device_left_gib": _gib(total - free),
+    }
 
 
 def _number(steps: float, world: World) -> int:

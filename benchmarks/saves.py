@@ -62,6 +62,7 @@ def main() -> int:
                 found[name] = part(Path(folder) / name, options)
             except Exception as error:  # the other part's figures are of use by themselves
                 found[name], problems = {"problem": f"{type(error).__name__}: {error}"}, problems + 1
+            _clear(Path(folder) / name)
             write_whole(options.out, json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     return int(problems > 0)
@@ -91,7 +92,6 @@ def asynchronous(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             "steps_s": {step: row["seconds"] for step, row in sorted(rows.items())},
             "not_saved": [event["reason"] for event in events if event["event"] == "save failed"],
         }
-    _clear(folder)
     return found | _after_kill(seen, events) | _loaded(events, size)
 
 
@@ -114,7 +114,6 @@ def synchronous(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     found["sigterm_to_durable_s"] = round(saves[-1]["time"] - asked[0], 3)
     if options.saves > 1:
         found["load"] = _rate(load_seconds(settings, options.device), size)
-    _clear(folder)
     return found
 
 
@@ -134,9 +133,12 @@ def _watched(folder: Path) -> Generator[dict[float, dict[str, Any]]]:
     seen: dict[float, dict[str, Any]] = {}
     done = threading.Event()
 
+    def read() -> None:
+        seen.update((row["time"], row) for row in read_json_lines(folder / "metrics.jsonl"))
+
     def look() -> None:
         while not done.wait(0.02):
-            seen.update((row["time"], row) for row in read_json_lines(folder / "metrics.jsonl"))
+            read()
 
     watch = threading.Thread(target=look)
     watch.start()
@@ -145,6 +147,7 @@ def _watched(folder: Path) -> Generator[dict[float, dict[str, Any]]]:
     finally:
         done.set()
         watch.join()
+        read()
 
 
 def _after_kill(times: Iterable[float], events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -276,7 +279,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="without the compiler")
     parser.add_argument("--threads", type=int, help="CPU threads a rank; left out: cores / ranks")
     parser.add_argument("--folder", type=Path, help="where to write; left out: the system's temporary folder")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.every < WARM + 4:
+        parser.error(
+            f"--every {options.every}: steps before a save are timed and stopped at; take {WARM + 4} or more"
+        )
+    return options
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from shoal.checkpoint.layout import (
     piece_bytes,
 )
 
-PART_BYTES = 32 << 20  # that a thread reads at a time: memory of so many is there for each
+PART_BYTES = 32 << 20  # that a thread reads at a time, and has memory for
 
 
 class Block(NamedTuple):
@@ -175,19 +175,22 @@ class Reader(StorageReader):
         return done
 
     def _cut(self, item: ReadItem) -> Iterator[ReadItem]:
-        """An item in parts along its first dim that are read one at a time."""
-        if not item.lengths:
+        """An item in parts that are read one at a time, along its first dim that is longer than 1."""
+        dim = next((dim for dim, length in enumerate(item.lengths) if length != 1), None)
+        if dim is None:
             yield item
             return
-        row = self._bytes_of(item) // max(1, item.lengths[0])
-        rows = max(1, PART_BYTES // max(1, row))
-        for first in range(0, item.lengths[0], rows):
-            yield replace(
+        piece = self._pieces[item.storage_index]
+        row = math.prod(piece.sizes[dim + 1 :]) * self.index[item.storage_index.fqn].dtype.itemsize
+        rows = _rows(row)
+        for first in range(0, item.lengths[dim], rows):
+            part = replace(
                 item,
-                dest_offsets=_moved(item.dest_offsets, first),
-                storage_offsets=_moved(item.storage_offsets, first),
-                lengths=torch.Size((min(rows, item.lengths[0] - first), *item.lengths[1:])),
+                dest_offsets=_set(item.dest_offsets, dim, item.dest_offsets[dim] + first),
+                storage_offsets=_set(item.storage_offsets, dim, item.storage_offsets[dim] + first),
+                lengths=_set(item.lengths, dim, min(rows, item.lengths[dim] - first)),
             )
+            yield from self._cut(part) if row > PART_BYTES else (part,)
 
     def _shares(self, items: list[ReadItem]) -> list[list[ReadItem]]:
         """In the order in which they lie in files, cut into as many shares of about as many bytes as there are threads."""
@@ -199,7 +202,7 @@ class Reader(StorageReader):
         shares: list[list[ReadItem]] = [[] for _ in range(self.threads)]
         whole, before = max(1, sum(map(self._bytes_of, items))), 0
         for item in sorted(items, key=place):
-            shares[before * self.threads // whole].append(item)
+            shares[min(self.threads - 1, before * self.threads // whole)].append(item)
             before += self._bytes_of(item)
         return [share for share in shares if share]
 
@@ -228,8 +231,15 @@ class Reader(StorageReader):
         return Path(checkpoint_id).is_dir()
 
 
-def _moved(offsets: torch.Size, rows: int) -> torch.Size:
-    return torch.Size((offsets[0] + rows, *offsets[1:]))
+def _rows(row: int) -> int:
+    """How many rows of so many bytes in the piece are a part: as many as end with a block, if that many are not too many."""
+    most = max(1, PART_BYTES // max(1, row))
+    even = BLOCK_BYTES // math.gcd(BLOCK_BYTES, max(1, row))
+    return most - most % even if even <= most else most
+
+
+def _set(numbers: torch.Size, dim: int, value: int) -> torch.Size:
+    return torch.Size((*numbers[:dim], value, *numbers[dim + 1 :]))
 
 
 def read_box(

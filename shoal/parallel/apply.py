@@ -80,7 +80,8 @@ def parallelize(
     init_parameter = initialiser_of(built)
     if is_meta(built):
         masters = masters_device(plan, world.device)
-        materialise(built, _required(init_parameter, built), world.device, masters, seed if weights else None)
+        init_parameter = _required(init_parameter, built)
+        materialise(built, init_parameter, world.device, masters, seed, empty=not weights)
     _move_rest(built, plan, world.device)
     if (
         precision == "float8_gather"

@@ -9,6 +9,7 @@ too, what that gives (weights from files) is taken first. A module whose buffers
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,6 +26,7 @@ from shoal.simulated import is_simulated
 
 InitParameter = Callable[[str, Tensor, torch.Generator], None]
 """Sets one whole parameter, given by its name, to its initial value in place."""
+_EMPTY = "_shoal_empty"  # of a model whose weights are still to be loaded
 
 
 def initialiser_of(model: nn.Module) -> InitParameter | None:
@@ -89,7 +91,9 @@ def materialise(
     init_parameter: InitParameter,
     device: torch.device,
     masters: torch.device,
-    seed: int | None,
+    seed: int,
+    *,
+    empty: bool = False,
 ) -> None:
     """Give a meta model storage and the initial weights of `seed`, sharded parameters their part.
 
@@ -97,7 +101,8 @@ def materialise(
 
     Args:
         device: of the buffers, which compute their values on it. masters: of the parameters.
-        seed: None for weights that are loaded later; until then they are NaN, so that none can be forgotten.
+        empty: weights are loaded later, and are NaN until then, so that none is forgotten. A model that cannot set its buffers
+            beside weights of zeros gets its weights all the same.
     """
     ties = tied_names(model)
     buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
@@ -108,26 +113,41 @@ def materialise(
     _tie(model, ties)  # to_empty gives each use of a tied parameter storage of its own
     for name, buffer in buffers.items():
         model.get_buffer(name).copy_(buffer)
-    if seed is None:
-        _fill_with_nan(model)
-    elif not is_simulated():  # there are no values to set
+    if empty and _stays_empty(model):
+        return
+    if not is_simulated():  # there are no values to set
         fill(model, init_parameter, seed)
     fill_buffers(model)
 
 
+def _stays_empty(model: nn.Module) -> bool:
+    """Set buffers alone, and weights to what cannot be taken for some; False if buffers cannot be set so."""
+    _set_all(model, 0.0)
+    try:
+        fill_buffers(model)
+    except Exception:  # whatever it is, it does not come with weights, or comes again
+        return False
+    _set_all(model, math.nan)
+    model.__dict__[_EMPTY] = True
+    return True
+
+
 @torch.no_grad()
-def _fill_with_nan(model: nn.Module) -> None:
+def _set_all(model: nn.Module, value: float) -> None:
     for parameter in model.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local.fill_(float("nan") if local.is_floating_point() else 0)
+        takes_any = local.is_floating_point() or local.is_complex()
+        local.fill_(value if takes_any else 0)
 
 
 def give_weights(model: nn.Module, seed: int) -> None:
-    """The initial weights of `seed`, for a model that `parallelize` gave none."""
+    """The initial weights of `seed`, if `parallelize` gave none."""
     model = core(model)
-    reshard(model)
-    if init_parameter := initialiser_of(model):  # what was built for real has them
+    init_parameter = initialiser_of(model)
+    if model.__dict__.pop(_EMPTY, False) and init_parameter is not None:
+        reshard(model)
         fill(model, init_parameter, seed)
+        fill_buffers(model)
 
 
 @torch.no_grad()

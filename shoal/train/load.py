@@ -36,10 +36,11 @@ def resume(training: Training) -> int:
         CheckpointError: there are checkpoints, and none is whole.
     """
     settings, world, run = training.settings, training.world, training.run
-    loaded, began = None, time.monotonic()
+    loaded, took, began = None, {}, time.monotonic()
     if settings.run.resume:
         in_memory = _from_memory(training)
         loaded = _from_disk(training) if in_memory is None else in_memory
+        took = {} if loaded is None else {"load_s": round(time.monotonic() - began, 3)}
         if loaded:
             remember_events(training.bad.train.known, run)
     else:
@@ -53,8 +54,7 @@ def resume(training: Training) -> int:
     forget_after(run, world.rank, done)
     if world.is_main:
         _tell_again(training, done)
-        loaded = {"load_s": round(time.monotonic() - began, 3)} if done else {}
-        run.event("start", step=done, world_size=world.size, plan=training.plan.describe(), **loaded)
+        run.event("start", step=done, world_size=world.size, plan=training.plan.describe(), **took)
     return done
 
 

@@ -37,7 +37,9 @@ def test_what_was_measured_is_read_with_its_job(tmp_path: Path) -> None:
     row, other = rows(2)[:2]
     figures = {"step_s": 0.5, "allocated_gib": 1.5, "reserved_gib": 2.0}
     kept = {
-        "machine": {"devices": 2, "device": "NVIDIA H200"},
+        "machine": {"devices": 8, "device": "NVIDIA H200"},
+        "ranks": 2,
+        "size": "full",
         "rows": [{"name": row.name, **figures}, {"name": other.name, "problem": "no memory"}],
     }
     (tmp_path / "found.json").write_text(json.dumps(kept))

@@ -1,4 +1,4 @@
-"""Blocks of a few bytes, so that small tensors have several, as large ones have of 4 MiB."""
+"""Blocks and parts of a few bytes, so that small tensors have several, as large ones have of 4 and 32 MiB."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def small_blocks() -> Generator[None]:
     with (
         patch("shoal.checkpoint.write.BLOCK_BYTES", BLOCK_BYTES),
         patch("shoal.checkpoint.read.BLOCK_BYTES", BLOCK_BYTES),
+        patch("shoal.checkpoint.read.PART_BYTES", 2 * BLOCK_BYTES),
         patch("shoal.resilience.saver.BLOCK_BYTES", BLOCK_BYTES),
     ):
         yield

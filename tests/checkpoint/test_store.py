@@ -142,7 +142,7 @@ def test_tensors_of_every_kind_come_back_to_the_bit_and_lie_where_their_type_may
 
 WHOLE = {
     f"model.{number}": torch.randn(shape)
-    for number, shape in enumerate([(), (0, 3), (1,), (7,), (640, 4), (50, 3, 7), (333, 1)])
+    for number, shape in enumerate([(), (0, 3), (1,), (7,), (640, 4), (50, 3, 7), (333, 1), (1, 2, 300)])
 }
 
 
@@ -155,10 +155,9 @@ def load_by_threads(world: World, folder: Path) -> tuple[bool, int, int]:
         asked.append((files, block.size))
         return read(files, block, into)
 
-    # rows of 84 and 16 bytes, of which parts hold as many as fit; blocks of 256 bytes
+    # rows of 84 and 16 bytes, of which parts hold as many as fit, and of 1,200; blocks of 256 bytes and parts of 512
     with (
         small_blocks(),
-        patch("shoal.checkpoint.read.PART_BYTES", 512),
         patch("shoal.checkpoint.store._threads", return_value=3),
         patch.object(Files, "read", noted),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,17 @@ from torch.distributed import HashStore
 
 from shoal.plan import Plan
 from shoal.resilience import snapshot
-from shoal.resilience.snapshot import EMPTY, KEPT, Snapshots, held, kept_for, lost_with_one, open_snapshots
+from shoal.resilience.snapshot import (
+    EMPTY,
+    KEPT,
+    Kept,
+    Snapshots,
+    held,
+    is_something_kept,
+    kept_for,
+    lost_with_one,
+    open_snapshots,
+)
 from shoal.world import World, join_world
 from shoal.world.meeting import Meeting
 from tests.ranks import run_ranks
@@ -232,3 +243,16 @@ def test_a_rank_of_another_launcher_says_what_is_missing(monkeypatch: pytest.Mon
     assert open_snapshots(0, lambda: pytest.fail("state is made"), "plan") is None
     with pytest.raises(ValueError, match=r"memory_every = 5 needs the launcher of `shoal train`"):
         open_snapshots(5, lambda: state(0.0), "plan")
+
+
+def test_whether_anything_is_kept_is_seen_in_the_memory_of_all_ranks_here(
+    alone: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(KEPT, raising=False)
+    assert not is_something_kept()
+    with held(2) as paths:
+        monkeypatch.setenv(KEPT, json.dumps(Kept(paths[0], paths)))
+        assert not is_something_kept()
+        state = {"a": torch.arange(3.0)}
+        Snapshots(paths[1], state, "any").take(1, state, alone)
+        assert is_something_kept()
