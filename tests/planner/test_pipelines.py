@@ -126,11 +126,11 @@ def test_played_ranks_and_micro_batches_are_as_if_they_had_been_simulated(
 
 def test_stages_of_many_blocks_are_those_of_few_with_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, count = Plan(pipeline=2, shard=2, compile=True), 8
-    job = work(partial(blocks, 15), count)
+    job = work(partial(blocks, 19), count)
     extended: list[tuple[int, int]] = []
     monkeypatch.setattr(pipelines, "extend", partial(noted, extended))
     short = played(job, plan, count)
-    assert extended == [(KEPT, 8), (KEPT, 7)]  # the head counts as a block
+    assert extended == [(KEPT, 10), (KEPT, 9)]  # the head counts as a block
     monkeypatch.setattr(pipelines, "_short", lambda *_: None)
     whole, cluster = played(job, plan, count), Cluster.parse(f"{plan.world_size} h100")
     found, expected = (replay(each, costs_of(cluster), count) for each in (short, whole))
