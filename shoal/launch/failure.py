@@ -16,7 +16,7 @@ from shoal.observe import host
 from shoal.observe.calls import Calls, read_all_calls
 from shoal.observe.host import Memory
 from shoal.observe.status import Status, read_status
-from shoal.observe.verdict import Mismatch, find_absence, find_mismatch
+from shoal.observe.verdict import Absence, Mismatch, find_absence, find_mismatch
 from shoal.run import text_of
 from shoal.world.meeting import ranks_text
 
@@ -189,6 +189,7 @@ def find_culprit(scene: Scene) -> Culprit:
     if aborted := own or [end for end in ends if end.signal and not end.error]:
         return _killed(min(aborted, key=lambda end: end.time), scene)
     if absence := find_absence(scene.calls):
+        absence = _by_steps(absence, ends)
         end = next(end for end in ends if end.rank == absence.ranks[0])
         return Culprit(end.rank, f"rank {end.rank} held the others up, {end.place}", [absence.text])
     end = min((end for end in ends if end.error), key=lambda end: end.error.time if end.error else 0.0)
@@ -327,10 +328,22 @@ def holds_up(ends: Sequence[End], calls: Mapping[int, Calls]) -> tuple[End, str]
     # one that gave up waiting, or whose peer did, still tells for whom it waited
     waited = [end.rank for end in ends if end in alive or (end.error and end.error.secondary)]
     absence = find_absence(calls, gone=[rank for rank in calls if rank not in waited])
+    absence = _by_steps(absence, ends) if absence else None
     named = [end for end in alive if absence and end.rank in absence.ranks]
     still = [end for end in alive if end.stopped]
     found = behind(still or named or alive or ends)
     return found, absence.text if absence and found in named else ""
+
+
+def _by_steps(absence: Absence, ends: Sequence[End]) -> Absence:
+    """Who waits, in place of those that did not come, if they are steps ahead: they came to all calls of its step."""
+    steps = {end.rank: end.step for end in ends if end.status}
+    there = [steps[rank] for rank in absence.ranks if rank in steps]
+    mine = absence.waiting
+    if len(there) < len(absence.ranks) or mine not in steps or min(there) <= steps[mine]:
+        return absence
+    text = f"{absence.text}; but {ranks_text(absence.ranks)} had done that step: rank {mine} made a call of its own"
+    return Absence((mine,), text, absence.ranks[0])
 
 
 def line_of(stack: str) -> str:

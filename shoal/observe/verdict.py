@@ -45,6 +45,8 @@ class Absence(NamedTuple):
 
     ranks: tuple[int, ...]
     text: str
+    waiting: int
+    """a rank that waits for them"""
 
 
 def find_mismatch(calls: Mapping[int, Calls]) -> Mismatch | None:
@@ -76,11 +78,12 @@ def find_absence(calls: Mapping[int, Calls], gone: Sequence[int] = ()) -> Absenc
             (wait for wait in waits.values() if absent[0] in wait.missing), key=lambda wait: wait.call.time
         )
         together = [rank for rank in first.missing if rank in absent]
-        return Absence(tuple(together), _absence_text(together, first, waits))
+        return Absence(tuple(together), _absence_text(together, first, waits), first.rank)
     for wait in waits.values():
         for other in wait.missing:
             if (back := waits[other]).group != wait.group and wait.rank in back.missing:
-                return Absence(_first_ever(wait, back, calls) or (other, wait.rank), _circle_text(wait, back))
+                ranks = _first_ever(wait, back, calls) or (other, wait.rank)
+                return Absence(ranks, _circle_text(wait, back), wait.rank if ranks[0] == other else other)
     return None
 
 

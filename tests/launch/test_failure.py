@@ -13,9 +13,11 @@ from pathlib import Path
 from shoal.launch.errors import RankError, RankFiles, is_secondary
 from shoal.launch.failure import End, Gone, Scene, find_culprit, main_stack, own_report, read_ends, waits
 from shoal.launch.worker import _stacks_on_request
+from shoal.observe.calls import Group
 from shoal.observe.host import GIB, Memory
 from shoal.observe.status import RankStatus, State, Status, read_status
 from shoal.world.meeting import DeadlineError
+from tests.observe.test_verdict import SUM, made
 
 
 def status(rank: int, step: int, state: State = "running", monotonic: float = 0.0) -> Status:
@@ -96,6 +98,25 @@ def test_the_stuck_rank_is_the_one_behind_and_not_waiting() -> None:
     culprit = find_culprit(Scene(ends, stalled_s=9))
     assert culprit.headline == "rank 1 is stuck for 9 s in step 3, phase step"
     assert culprit.details[0] == "at /x/load.py:7 in read"
+
+
+def test_who_waits_for_ranks_that_are_steps_ahead_made_a_call_of_its_own() -> None:
+    """As rank 1 of a pipeline, which calls a sum at the end of step 3 while rank 0 sends it the first micro-batch of step 4."""
+    both, pair = Group("0", "", (0, 1)), Group("0/0>1", "", (0, 1))
+    sent = (pair, "transfer 0 to 1 float32 (4,)")
+    usual = [(both, SUM), (both, SUM)]
+    calls = {0: made(*usual, sent), 1: made(*usual, (both, "all_reduce max float32 (3,)"))}
+    for steps, named in (((4, 3), 1), ((3, 3), 0), ((2, 3), 0)):
+        lost = [
+            End(rank, 1, 0.0, status(rank, steps[rank]), error(rank, 1.0, secondary=True)) for rank in (0, 1)
+        ]
+        stuck = [End(rank, None, 0.0, status(rank, steps[rank]), None) for rank in (0, 1)]
+        culprits = [find_culprit(Scene(ends, calls=calls)) for ends in (lost, stuck)]
+        assert [culprit.rank for culprit in culprits] == [named, named], steps
+        assert all(
+            ("rank 0 had done that step: rank 1 made a call of its own" in culprit.details[0]) == (named == 1)
+            for culprit in culprits
+        )
 
 
 def test_a_rank_whose_process_is_gone_is_named_where_nobody_watches(tmp_path: Path) -> None:
