@@ -338,12 +338,16 @@ def holds_up(ends: Sequence[End], calls: Mapping[int, Calls]) -> tuple[End, str]
 def _by_steps(absence: Absence, ends: Sequence[End]) -> Absence:
     """Who waits, in place of those that did not come, if they are steps ahead: they came to all calls of its step."""
     steps = {end.rank: end.step for end in ends if end.status}
-    there = [steps[rank] for rank in absence.ranks if rank in steps]
-    mine = absence.waiting
-    if len(there) < len(absence.ranks) or mine not in steps or min(there) <= steps[mine]:
+    both = {*absence.ranks, absence.waiting}
+    if not both <= steps.keys():
         return absence
-    text = f"{absence.text}; but {ranks_text(absence.ranks)} had done that step: rank {mine} made a call of its own"
-    return Absence((mine,), text, absence.ranks[0])
+    # of two that wait for each other, either may be the one
+    mine = min(absence.ranks, key=steps.__getitem__) if absence.waiting in absence.ranks else absence.waiting
+    ahead = sorted(both - {mine})
+    if min(steps[rank] for rank in ahead) <= steps[mine]:
+        return absence
+    text = f"{absence.text}; but {ranks_text(ahead)} had done that step: rank {mine} made a call of its own"
+    return Absence((mine,), text, ahead[0])
 
 
 def line_of(stack: str) -> str:
