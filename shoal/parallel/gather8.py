@@ -6,15 +6,17 @@ without.
 
 [Note: hooks on a tensor] `fully_shard` asks the local tensor of a parameter how it wants to be gathered, for which torchao
 makes parameters a subclass of Tensor. Everything that reads masters (optimizers, checkpoints, hashes) would meet that subclass;
-here the two hooks are attributes of the plain tensor.
+here the two hooks are attributes of the plain tensor. They know of what is around it weakly: Python's collector does not look
+into tensors that C++ holds as well, and would never free a model that they refer to.
 
 Sources: torch's extension of FSDP2's all-gather (`fsdp_pre_all_gather`, pytorch/pytorch#122908), torchao.float8.fsdp_utils.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -104,8 +106,8 @@ def narrow_into(target: Tensor, matrix: Tensor, scale: Tensor) -> None:
 def narrow_weight_of(sharded: Any) -> _Weight | None:
     """The weight that is gathered in float8 by torch's FSDPParam, if it is one."""
     hook = getattr(sharded._sharded_local_tensor, "fsdp_pre_all_gather", None)
-    weight = getattr(hook, "__self__", None)
-    return weight if isinstance(weight, _Weight) else None
+    hooks = getattr(hook, "__self__", None)
+    return hooks.weight() if isinstance(hooks, _Hooks) else None
 
 
 class Scales:
@@ -154,8 +156,27 @@ class Scales:
         self.found = True
 
 
+class _Hooks(NamedTuple):
+    """What `fully_shard` asks of a master."""
+
+    weight: weakref.ref[_Weight]
+
+    def before(self, mesh: DeviceMesh) -> Any:
+        return self._held.before(mesh)
+
+    def after(self, *args: Any, **kwargs: Any) -> Any:
+        return self._held.after(*args, **kwargs)
+
+    @property
+    def _held(self) -> _Weight:
+        weight = self.weight()
+        if weight is None:
+            raise RuntimeError("a float8 weight outlived the model that it was of")
+        return weight
+
+
 class _Weight:
-    """The hooks of one weight. What torch keeps of it has no public name."""
+    """How one weight is gathered. What torch keeps of it has no public name."""
 
     def __init__(self, sharded: Any, linear: Any, scales: Scales) -> None:
         from torch.distributed.fsdp._fully_shard._fsdp_param import ExtensionsData
@@ -164,8 +185,9 @@ class _Weight:
         self.kind: torch.dtype = linear.config.cast_config_weight.target_dtype
         self.products = linear.linear_mm_config
         sharded._extensions_data = ExtensionsData()
-        self.master.fsdp_pre_all_gather = self.before
-        self.master.fsdp_post_all_gather = self.after
+        hooks = _Hooks(weakref.ref(self))
+        self.master.fsdp_pre_all_gather = hooks.before
+        self.master.fsdp_post_all_gather = hooks.after
 
     @property
     def master(self) -> Any:

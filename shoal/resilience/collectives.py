@@ -235,7 +235,9 @@ def _transfer(args: Sequence[Any], sends: bool, groups: dict[str, Group]) -> tup
     pair = f"{group.name}/{source}>{target}"
     if pair not in groups:
         groups[pair] = Group(pair, group.kind, (source, target))
-    return groups[pair], " ".join([f"transfer {source} to {target}", *_shapes(tensors, sized=True)])
+    # torch's pipelines (2.11) greet the next rank with a number, which it takes as a tensor of one element
+    said = ["(1,)" if word == "()" else word for word in _shapes(tensors, sized=True)]
+    return groups[pair], " ".join([f"transfer {source} to {target}", *said])
 
 
 def _line() -> str:

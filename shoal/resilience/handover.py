@@ -2,10 +2,6 @@
 
 Who writes which piece is planned with the other ranks once, by torch's distributed checkpoint (DCP), as for any save: names,
 shapes and places of the state are the same at every step. After that a save needs no word between ranks.
-
-[Note: copies beside the next step] On a GPU copies run on a stream of their own. Nothing but the update, and the forward pass for
-buffers, writes into what is copied: the update's stream waits for the copies (`before_update`), and buffers are copied on the
-device first. A thread waits for the last copy and rings; the host never does. On a CPU the copy is made at once.
 """
 
 from __future__ import annotations
@@ -15,7 +11,6 @@ import hashlib
 import json
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing, contextmanager
@@ -26,13 +21,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
-from shoal.checkpoint.layout import HEADER_BYTES
 from shoal.checkpoint.store import plan_save
 from shoal.checkpoint.write import item_bytes
 from shoal.observe.host import memory
-from shoal.parallel.host import Lane, lock_in_place
+from shoal.resilience.copies import Copies
 from shoal.resilience.saver import BOARD, SAVES, Bell, Handed, Saver, Ways, wanted, ways_of
-from shoal.resilience.snapshot import opened
 from shoal.run import CheckpointPolicy, Run
 from shoal.world import DeadlineError, World, WorldError
 
@@ -53,7 +46,7 @@ class HandOver:
         self._ways, self._world = ways, world
         self._bell = self._board = -1
         self._generation = 0
-        self._places: _Places | None = None
+        self._copies: Copies | None = None
         self._handed = 0
         self._token = ""
         """of which the ids of saves are made"""
@@ -61,7 +54,7 @@ class HandOver:
     @property
     def overlaps(self) -> bool:
         """Whether the next save only asks the device for copies."""
-        return self._places is not None and self._places.on_gpu
+        return self._copies is not None and self._copies.on_gpu
 
     def wait(self, on_progress: Callable[[], None] = lambda: None) -> float:
         """Wait until the last save is a checkpoint, or has failed; returns the seconds that took, 0 if it was so already.
@@ -69,9 +62,9 @@ class HandOver:
         Raises:
             SaveStuckError: nothing is written any more.
         """
-        if self._places is None:
+        if self._copies is None:
             return 0.0
-        self._places.join()
+        self._copies.join()
         limit = self._world.deadline.total_seconds()
         began = moved = time.monotonic()
         done, blocks, _ = self._read()
@@ -105,26 +98,26 @@ class HandOver:
         Raises:
             CheckpointError: on all ranks: the state holds something that is no tensor, or cannot be planned.
         """
-        if self._places is None and not self.problem:
+        if self._copies is None and not self.problem:
             self._prepare(state)
-        if self._places is None:
+        if self._copies is None:
             return False
         self._handed += 1
-        self._places.tell(facts | {"torch": torch.__version__})
-        self._places.fill(state, lambda stall_s: self._ring(done, began, stall_s, keep), began)
+        self._copies.tell(facts | {"torch": torch.__version__})
+        self._copies.fill(state, lambda stall_s: self._ring(done, began, stall_s, keep), began)
         return True
 
     def close(self) -> None:
         """Let go of what the launcher holds."""
-        self._places = None
+        self._copies = None
         for file in (self._bell, self._board):
             if file >= 0:
                 os.close(file)
 
     def before_update(self) -> None:
         """Have the device copy what is being copied before it changes it."""
-        if self._places is not None:
-            self._places.before_update()
+        if self._copies is not None:
+            self._copies.before_update()
 
     def _prepare(self, state: dict[str, Tensor]) -> None:
         planned, resolve = plan_save(state, self._world)
@@ -143,7 +136,7 @@ class HandOver:
                 handed = Handed(
                     _table(planned.items), contents if self._world.is_main else None, planned.needed_bytes
                 )
-                places = _Places(self._ways.memory, planned.items, resolve, handed, self._world.device)
+                places = Copies(self._ways.memory, planned.items, resolve, handed, self._world.device)
                 self._bell = os.open(self._ways.bell, os.O_WRONLY)
                 self._board = os.open(self._ways.board, os.O_RDONLY)
                 self._generation = self._read()[2]
@@ -156,12 +149,12 @@ class HandOver:
         except WorldError as error:
             self.problem = f"saves hold the ranks up: {error}"
         else:
-            self._places = places
+            self._copies = places
 
     def _ring(self, done: int, began: float, stall_s: float, keep: int) -> None:
-        assert self._places is not None
+        assert self._copies is not None
         save = hashlib.sha256(f"{self._token} {done} {self._handed}".encode()).hexdigest()[:32]
-        handed_at = self._places.handed_at
+        handed_at = self._copies.handed_at
         bell = Bell(self._generation, self._world.rank, done, *handed_at, began, stall_s, keep, save)
         os.write(self._bell, (json.dumps(bell) + "\n").encode())  # in one piece, as pipes take so few bytes
 
@@ -180,111 +173,6 @@ class HandOver:
         )
 
 
-class _Places:
-    """The launcher's memory for this rank: what its file will hold, at the same bytes."""
-
-    def __init__(
-        self,
-        path: str,
-        items: list[WriteItem],
-        resolve: Callable[[dict[str, Tensor]], list[Tensor]],
-        handed: Handed,
-        device: torch.device,
-    ) -> None:
-        self._items, self._resolve, self._device = items, resolve, device
-        self.on_gpu = device.type == "cuda"
-        self._path, self._handed, self._told = path, handed, b""
-        at = HEADER_BYTES + sum(map(item_bytes, items))
-        self.handed_at = at, 0
-        """where what is told lies, and its bytes"""
-        _reserve(path, at)
-        self._memory = opened(path, at)
-        if self.on_gpu:
-            lock_in_place(self._memory, self._device)  # if it cannot be, the host waits for each copy
-        self._lane = Lane(self._device)
-        self._copied: torch.cuda.Event | None = None
-        self._update: torch.cuda.Event | None = None
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-
-    def tell(self, facts: dict[str, Any]) -> None:
-        """Put behind the state what there is to know of it; `facts` are rank 0's to say, and may be others at every save."""
-        contents = (facts, self._handed.contents[1]) if self._handed.contents is not None else None
-        told = json.dumps(self._handed._replace(contents=contents)).encode()
-        if told == self._told:
-            return
-        at, file = self.handed_at[0], os.open(self._path, os.O_RDWR)
-        try:
-            os.pwrite(file, told, at)
-        finally:
-            os.close(file)
-        self._told, self.handed_at = told, (at, len(told))
-
-    def fill(self, state: dict[str, Tensor], then: Callable[[float], None], began: float) -> None:
-        """Copy the state, and call `then` with the seconds that this held the rank up, when it is there."""
-        with torch.no_grad():
-            found = zip(self._items, self._resolve(state), strict=True)
-            sources = [_steady(item, data) for item, data in found]
-            before = torch.cuda.Event() if self.on_gpu else None
-            if before is not None:
-                before.record()
-            with self._lane.run():
-                at = HEADER_BYTES
-                for source in sources:
-                    size = source.nbytes
-                    if size:
-                        place = self._memory[at : at + size].view(source.dtype).view(source.shape)
-                        place.copy_(source, non_blocking=True)
-                    at += size
-                if self.on_gpu:
-                    self._copied = torch.cuda.Event(enable_timing=True, blocking=True)
-                    self._copied.record()
-        held_up_s = time.monotonic() - began
-        if self._copied is None or before is None:
-            then(held_up_s)
-            return
-        if not before.query():  # the device had the step before to do all the while
-            held_up_s = 0.0
-        self._update = None
-        self._thread = threading.Thread(
-            target=self._when_copied, args=(self._copied, sources, then, held_up_s), daemon=True
-        )
-        self._thread.start()
-
-    def before_update(self) -> None:
-        if self._copied is not None and self._update is None:
-            update = torch.cuda.Event(enable_timing=True)
-            update.record()
-            self._copied.wait()
-            self._update = update
-
-    def join(self) -> None:
-        """Wait until the copies are there."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            raise self._error
-
-    def _when_copied(
-        self, copied: torch.cuda.Event, held: list[Tensor], then: Callable[[float], None], held_up_s: float
-    ) -> None:
-        """`held` keeps clones until they are copied."""
-        try:
-            copied.synchronize()
-            update = self._update
-            # an update that has not come when the copies are there is not held up by them
-            late_ms = update.elapsed_time(copied) if update is not None and update.query() else 0.0
-            then(held_up_s + max(0.0, late_ms / 1000))
-        except Exception as error:  # of the device; told by who waits
-            self._error = error
-
-
-def _steady(item: WriteItem, data: Tensor) -> Tensor:
-    """What on a device is written into by nothing but the update: if it is by more, a copy."""
-    return data.clone() if data.is_cuda and item.index.fqn.startswith("buffer.") else data
-
-
 def _table(items: list[WriteItem]) -> list[tuple[str, list[int], list[int], int]]:
     found = []
     for item in items:
@@ -299,15 +187,6 @@ def _require_same(ways: Ways) -> None:
     for path in (ways.memory, ways.board):
         if ways.name not in str(Path(path).readlink()):
             raise FileNotFoundError(errno.ENOENT, "it is of another process", path)
-
-
-def _reserve(path: str, nbytes: int) -> None:
-    """Have the system find all of the memory now: what it lacks is an error here, and a kill where it is first written to."""
-    file = os.open(path, os.O_RDWR)
-    try:
-        os.posix_fallocate(file, 0, nbytes)
-    finally:
-        os.close(file)
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -197,3 +199,17 @@ def replace_a_master(world: World) -> str:
 def test_a_master_in_other_memory_is_refused() -> None:
     for message in run_ranks(2, replace_a_master):
         assert "memory of blocks.1.attention.query.weight was replaced" in message
+
+
+def masters_left(world: World) -> int:
+    """Of a model that was trained and let go of: parts whose memory is still held."""
+    model = parallelize(partial(Llama, WIDE), Plan(shard=2, zero=2), world, precision="float8_gather")
+    model(torch.arange(16).view(1, 16)).sum().backward()
+    held = [weakref.ref(part.untyped_storage()) for part in parts_of(model)]
+    del model
+    gc.collect()
+    return sum(storage() is not None for storage in held)
+
+
+def test_a_model_that_is_let_go_of_is_freed() -> None:
+    assert run_ranks(2, masters_left) == [0, 0]

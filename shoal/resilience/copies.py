@@ -1,0 +1,222 @@
+"""`Copies`: what a rank hands over, in memory of who writes it, and how it gets there while the rank goes on.
+
+[Note: copies beside the next step] On a GPU copies run on a stream of their own. Nothing but the update, and the forward pass for
+buffers, writes into what is copied: the update's stream waits for the copies (`before_update`), and buffers are copied on the
+device first. A thread waits for the last copy and rings; the host never does. On a CPU the copy is made at once.
+
+[Note: what does not pass in time] There is one step until the next update, and a link to host memory takes some 40 GB a second.
+Of a larger state the rest is copied on the device first, where it has room, and passes while the step after is taken. How much
+that is, the save before has shown.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.planner import WriteItem
+
+from shoal.checkpoint.layout import HEADER_BYTES
+from shoal.checkpoint.write import item_bytes
+from shoal.parallel.host import Lane, lock_in_place
+from shoal.resilience.saver import Handed
+from shoal.resilience.snapshot import opened
+
+ALL = 1 << 62
+SPARE_BYTES = 2 << 30  # of a device's memory, which is left free
+SURELY = 0.9  # of the bytes that passed before an update: another time it may come sooner
+
+
+class Copies:
+    """The launcher's memory for this rank: what its file will hold, at the same bytes."""
+
+    def __init__(
+        self,
+        path: str,
+        items: list[WriteItem],
+        resolve: Callable[[dict[str, Tensor]], list[Tensor]],
+        handed: Handed,
+        device: torch.device,
+    ) -> None:
+        self._items, self._resolve, self._device = items, resolve, device
+        self.on_gpu = device.type == "cuda"
+        self._path, self._handed, self._told = path, handed, b""
+        at = HEADER_BYTES + sum(map(item_bytes, items))
+        self.handed_at = at, 0
+        """where what is told lies, and its bytes"""
+        _reserve(path, at)
+        self._memory = opened(path, at)
+        if self.on_gpu:
+            lock_in_place(self._memory, self._device)  # if it cannot be, the host waits for each copy
+        self._lane = Lane(self._device)
+        self._passing: _Passing | None = None
+        self._in_time = ALL  # bytes that pass before the next update
+        self._needed = 0  # bytes of the device's memory that steps have had, without copies on it
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def tell(self, facts: dict[str, Any]) -> None:
+        """Put behind the state what there is to know of it; `facts` are rank 0's to say, and may be others at every save."""
+        contents = (facts, self._handed.contents[1]) if self._handed.contents is not None else None
+        told = json.dumps(self._handed._replace(contents=contents)).encode()
+        if told == self._told:
+            return
+        at, file = self.handed_at[0], os.open(self._path, os.O_RDWR)
+        try:
+            os.pwrite(file, told, at)
+        finally:
+            os.close(file)
+        self._told, self.handed_at = told, (at, len(told))
+
+    def fill(self, state: dict[str, Tensor], then: Callable[[float], None], began: float) -> None:
+        """Copy the state, and call `then` with the seconds that this held the rank up, when it is there."""
+        with torch.no_grad():
+            found = zip(self._items, self._resolve(state), strict=True)
+            sources = [_steady(item, data) for item, data in found]
+            if not self.on_gpu:
+                self._copy(sources, HEADER_BYTES)
+                then(time.monotonic() - began)
+                return
+            before = torch.cuda.Event()
+            before.record()
+            with self._lane.run():
+                sizes = [source.nbytes if source.is_cuda else 0 for source in sources]
+                passing = _Passing(sum(sizes))
+                sources, direct = self._aside(sources, sizes)
+                at = self._copy(sources[:direct], HEADER_BYTES)
+                passing.released.record()
+                self._copy(sources[direct:], at)
+                passing.copied.record()
+        held_up_s = time.monotonic() - began
+        if not before.query():  # the device had the step before to do all the while
+            held_up_s = 0.0
+        self._passing = passing
+        self._thread = threading.Thread(
+            target=self._when_copied, args=(passing, sources, then, held_up_s), daemon=True
+        )
+        self._thread.start()
+
+    def before_update(self) -> None:
+        passing = self._passing
+        if passing is not None and passing.update is None:
+            update = torch.cuda.Event(enable_timing=True)
+            update.record()
+            passing.released.wait()
+            passing.update = update
+
+    def join(self) -> None:
+        """Wait until the copies are there."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def _copy(self, sources: list[Tensor], at: int) -> int:
+        """Ask for copies to where they lie from byte `at` on; returns where they end."""
+        for source in sources:
+            if size := source.nbytes:
+                place = self._memory[at : at + size].view(source.dtype).view(source.shape)
+                place.copy_(source, non_blocking=True)
+                at += size
+        return at
+
+    def _aside(self, sources: list[Tensor], sizes: list[int]) -> tuple[list[Tensor], int]:
+        """Sources, the last of which are copies on the device where they do not pass in time; and how many are not.
+
+        Args:
+            sizes: bytes of each that pass from the device.
+        """
+        late = sum(sizes) - self._in_time
+        if late <= 0:
+            return sources, len(sources)
+        first = first_aside(sizes, late, self._room())
+        try:
+            aside = [source.clone() if source.is_cuda else source for source in sources[first:]]
+        except torch.OutOfMemoryError:
+            return sources, len(sources)
+        return [*sources[:first], *aside], first
+
+    def _room(self) -> int:
+        """Bytes of the device that steps leave, torch's cache included, which has what earlier copies were in."""
+        self._needed = self._needed or torch.cuda.max_memory_reserved(self._device)
+        free = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
+        return free - self._needed - SPARE_BYTES
+
+    def _when_copied(
+        self, passing: _Passing, held: list[Tensor], then: Callable[[float], None], held_up_s: float
+    ) -> None:
+        """`held` keeps copies on the device until they have passed."""
+        try:
+            passing.copied.synchronize()
+            self._in_time = passing.in_time
+            then(held_up_s + passing.late_s)
+        except Exception as error:  # of the device; told by who waits
+            self._error = error
+
+
+class _Passing:
+    """A state on its way to host memory, by the clock of the stream that copies it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._began = torch.cuda.Event(enable_timing=True)
+        self.released = torch.cuda.Event(enable_timing=True)
+        """from here on an update may write"""
+        self.copied = torch.cuda.Event(enable_timing=True, blocking=True)
+        self.update: torch.cuda.Event | None = None
+        self._began.record()
+
+    @property
+    def _has_come(self) -> bool:
+        """Whether there was an update before all was copied: one that comes later is not held up."""
+        return self.update is not None and self.update.query()
+
+    @property
+    def late_s(self) -> float:
+        """For how long the update waited."""
+        if self.update is None or not self._has_come:
+            return 0.0
+        return max(0.0, self.update.elapsed_time(self.released) / 1000)
+
+    @property
+    def in_time(self) -> int:
+        """Bytes that pass before an update comes, with something to spare."""
+        if self.update is None or not self._has_come:
+            return ALL
+        share = self._began.elapsed_time(self.update) / max(1e-3, self._began.elapsed_time(self.copied))
+        return int(SURELY * share * self._nbytes)
+
+
+def first_aside(sizes: list[int], late: int, room: int) -> int:
+    """From which source on copies are made on the device: of `late` bytes, or as many as there is room for.
+
+    Example:
+        >>> first_aside([4, 4, 4, 4], late=6, room=100), first_aside([4, 4, 4, 4], late=6, room=5)
+        (2, 3)
+    """
+    first, taken = len(sizes), 0
+    while first and taken < late and taken + sizes[first - 1] <= room:
+        first -= 1
+        taken += sizes[first]
+    return first
+
+
+def _steady(item: WriteItem, data: Tensor) -> Tensor:
+    """What on a device is written into by nothing but the update: if it is by more, a copy."""
+    return data.clone() if data.is_cuda and item.index.fqn.startswith("buffer.") else data
+
+
+def _reserve(path: str, nbytes: int) -> None:
+    """Have the system find all of the memory now: what it lacks is an error here, and a kill where it is first written to."""
+    file = os.open(path, os.O_RDWR)
+    try:
+        os.posix_fallocate(file, 0, nbytes)
+    finally:
+        os.close(file)
