@@ -2,10 +2,10 @@
 
     python benchmarks/reality.py [--of MEASURED] [--out FILE] [--only TEXT] [--at-once 2]
 
-Reads what `benchmarks/reality_measure.py` wrote (`--of`), or the result files of this folder, which are of several versions;
-runs `shoal plan JOB WORDS --on ... --json` for each of their rows of Shoal's own, and writes every row, good and bad, with its
-errors. Needs no GPU. Three factors of the model of time were taken from
-runs that are among them: see docs/planning.md.
+Reads what `benchmarks/reality_measure.py` wrote (`--of`), and predicts by the profile that it has; or the result files of this
+folder, which are of several versions, by the profiles that come with shoal. Runs `shoal plan JOB WORDS --on ... --json` for each
+row of Shoal's own, and writes every row, good and bad, with its errors. Needs no GPU. Three factors of the model of time were
+taken from runs that are among them: see docs/planning.md.
 """
 
 from __future__ import annotations
@@ -92,6 +92,8 @@ class Real(NamedTuple):
     step_s: float
     allocated_gib: float
     reserved_gib: float
+    profile: str = ""
+    """JSON of what its devices were measured to take; empty: what comes with shoal"""
 
 
 def main() -> int:
@@ -178,12 +180,13 @@ def of_one_command(path: Path) -> Iterator[Real]:
             f"--of {path}: it has rows of --size {kept['size']}, which are of no device that is known"
         )
     on = _on(kept["machine"] | {"devices": kept["ranks"]})
+    profile = json.dumps(kept["profile"]) if kept.get("profile") else ""
     for row in kept["rows"]:
         if "step_s" in row:
             size, words = row["name"].split(" ", 1)
             job = tables_of(Row(size, words))
             figures = row["step_s"], row["allocated_gib"], row["reserved_gib"]
-            yield Real(path.stem, row["name"], job, [], on, *figures)
+            yield Real(path.stem, row["name"], job, [], on, *figures, profile=profile)
 
 
 def _read(file: str) -> dict[str, Any]:
@@ -233,6 +236,10 @@ def predict(real: Real) -> dict[str, Any]:
             job = Path(folder) / "job.toml"
             job.write_text(tomli_w.dumps(real.job))
         command = ["plan", str(job), *real.words, "--on", real.on, "--expandable", "--json"]
+        if real.profile:
+            measured_here = Path(folder) / "profile.json"
+            measured_here.write_text(real.profile)
+            command += ["--profile", str(measured_here)]
         done = subprocess.run(
             [sys.executable, "-m", "shoal", *command],
             capture_output=True,

@@ -1,11 +1,13 @@
 """What plans take on this machine's GPUs, measured by one command: the rows that `benchmarks/reality.py` predicts.
 
     python benchmarks/reality_measure.py --out FILE [--ranks 2] [--only TEXT,...] [--total-s 560] [--size full|tiny]
+                                         [--profile-s 45]
 
-Three sizes of Llama and a mixture of experts; every axis; eager, compiled, recorded; recompute, offload, precision. Rows of one
-launch follow each other in the same processes, which are started again after a row that fails. FILE is written after each launch,
-and FILE.jsonl row by row meanwhile. After a SIGTERM, or --total-s, no other row begins; those that were not reached say so.
-`--size tiny` tries the rows on CPU ranks.
+First `shoal bench device` measures the devices, so that rows are predicted by what these, on their host, take (`--profile-s 0`:
+not). Then three sizes of Llama and a mixture of experts; every axis; eager, compiled, recorded; recompute, offload, precision.
+Rows of one launch follow each other in the same processes, which are started again after a row that fails or leaves memory
+behind. FILE is written after each launch, and FILE.jsonl row by row meanwhile. After a SIGTERM, or --total-s, no other row
+begins; those that were not reached say so. `--size tiny` tries the rows on CPU ranks.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.axes import facts_of_machine
-from benchmarks.reality_rank import ASKED
+from benchmarks.reality_rank import ASKED, LEFT
+from shoal.bench.device import bench_device
 from shoal.config import apply_overrides, parse
 from shoal.launch.local import launch
 from shoal.run import read_json_lines, write_whole
+from shoal.world import detect_cluster
 
 TARGET = "benchmarks.reality_rank:measure"
 SIZES: dict[str, dict[str, Any]] = {
@@ -128,15 +132,17 @@ def main() -> int:
         raise SystemExit(
             f"--only {options.only}: no row's name has it; names: {'; '.join(row.name for row in rows(options.ranks))}"
         )
+    until, ends = time.monotonic() + options.total_s, False
     kept: dict[str, Any] = {
         "command": shlex.join(["python", "benchmarks/reality_measure.py", *sys.argv[1:]]),
         "machine": facts_of_machine(),
         "ranks": options.ranks,
         "size": options.size,
+        "profile": _profile(options),
         "rows": [],
     }
     records: list[dict[str, Any]] = kept["rows"]
-    until, ends = time.monotonic() + options.total_s, False
+    write_whole(options.out, json.dumps(kept, indent=1) + "\n")
     while len(records) < len(asked) and not ends:
         found, ends = _launched(asked[len(records) :], options, until - time.monotonic())
         records += found
@@ -145,6 +151,13 @@ def main() -> int:
     write_whole(options.out, json.dumps(kept, indent=1) + "\n")
     print(json.dumps(kept, indent=1))
     return int(any("problem" in record for record in records))
+
+
+def _profile(options: argparse.Namespace) -> dict[str, Any] | None:
+    """Of these devices; None if none is asked for."""
+    if not options.profile_s:
+        return None
+    return bench_device(detect_cluster(), options.ranks, options.profile_s).model_dump(mode="json")
 
 
 def _launched(
@@ -157,13 +170,13 @@ def _launched(
     with tempfile.TemporaryDirectory() as folder:
         ask = {"found": str(lines), "limit_s": limit_s, "rows": tables}
         write_whole(Path(folder) / ASKED, json.dumps(ask))
-        more = {"run": {"dir": folder, "restarts": 0}}
+        more = {"run": {"dir": folder, "restarts": 0, "deadline_s": 150.0}}
         settings = parse(tables[0][1] | more, where=asked[0].name)
         outcome = launch(settings, options.ranks, target=TARGET, quiet=True)
     found = list(read_json_lines(lines)) if lines.exists() else []
     lines.unlink(missing_ok=True)
     if outcome.state != "failed":
-        return found, True
+        return found, not (found and LEFT in found[-1])
     if len(found) < len(asked):
         found.append({"name": asked[len(found)].name, "problem": outcome.report[:2000]})
     return found, False
@@ -178,6 +191,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="rows whose name has one of these texts")
     parser.add_argument("--total-s", type=float, default=3600.0)
     parser.add_argument("--size", choices=("full", "tiny"), default="full")
+    parser.add_argument("--profile-s", type=float, default=45.0, help="how long devices are measured first")
     return parser.parse_args()
 
 

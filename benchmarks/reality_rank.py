@@ -34,6 +34,11 @@ ASKED = "rows.json"
 HOT_S = 3.0  # before a row's steps count; rows follow each other, so that devices are warm
 STEPS = 8
 DIFFERENT = 4  # batches, which come again
+MOST_LEFT = (
+    1 << 30
+)  # bytes of a device that a row may leave behind for the next one to begin in the same processes
+LEFT = "left_gib"
+"""what is told of a row after which the processes are no longer used"""
 
 
 def measure(settings: Settings, world: World, status: RankStatus, stop: StopFlag) -> None:
@@ -47,18 +52,23 @@ def measure(settings: Settings, world: World, status: RankStatus, stop: StopFlag
         status.enter("setup", 0)
         began = time.monotonic()
         found = _row(parse(tables, where=name), world, status)
-        _forget(world)
+        left = _forget(world)
+        if left > MOST_LEFT:
+            found[LEFT] = _gib(left)
         if world.is_main:
-            found |= {"seconds": round(time.monotonic() - began, 1)} | _left(world)
+            found |= {"seconds": round(time.monotonic() - began, 1)}
             with Path(asked["found"]).open("a") as file:
                 file.write(json.dumps({"name": name} | found) + "\n")
         world.barrier("a row")
+        if left > MOST_LEFT:
+            return
 
 
 def _row(settings: Settings, world: World, status: RankStatus) -> dict[str, Any]:
     job, plan = settings.job, settings.plan
     if plan is None:
         raise ValueError("rows say their plan")
+    before = _held(world)
     build, _ = model_of(job)
     model = parallelize(build, plan, world, precision=job.train.precision)
     step = Step(
@@ -83,8 +93,8 @@ def _row(settings: Settings, world: World, status: RankStatus) -> dict[str, Any]
         warmup = len(course.seconds)
         course.take(STEPS)
     seconds = course.seconds[warmup:]
-    allocated = memory_bytes(world.device, step.shared_bytes)
-    reserved = reserved_bytes(world.device, step.shared_bytes) or 0
+    allocated = memory_bytes(world.device, step.shared_bytes) - before[0]
+    reserved = (reserved_bytes(world.device, step.shared_bytes) or 0) - before[1]
     slowest, most_allocated, most_reserved = _most(
         [statistics.median(seconds), float(allocated), float(reserved)], world
     )
@@ -104,25 +114,23 @@ def _batches(settings: Settings, world: World) -> Iterator[StepBatch]:
     return (kept[number % DIFFERENT]._replace(step=number) for number in itertools.count())
 
 
-def _forget(world: World) -> None:
-    """Give everything of a row back."""
+def _forget(world: World) -> float:
+    """Give everything of a row back; returns the bytes that are still held, the most of all ranks."""
     gc.collect()
     torch.compiler.reset()
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # there is no public way; a row of its own process would make its own
         torch.cuda.empty_cache()
+    return _most([float(_held(world)[0])], world)[0]
 
 
-def _left(world: World) -> dict[str, float]:
-    """What a row left behind: tensors, and all that the device holds, as of communicators and what other ranks read."""
+def _held(world: World) -> tuple[int, int]:
+    """Bytes that tensors have of the device, and that torch's allocator has."""
     if world.device.type != "cuda":
-        return {}
-    free, total = torch.cuda.mem_get_info(world.device)
-    return {
-        "left_gib": _gib(torch.cuda.memory_allocated(world.device)),
-        "device_left_gib": _gib(total - free),
-    }
+        return 0, 0
+    return torch.cuda.memory_allocated(world.device), torch.cuda.memory_reserved(world.device)
 
 
 def _number(steps: float, world: World) -> int:

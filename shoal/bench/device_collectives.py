@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shoal.bench.device_sizes import Sizes
 from shoal.bench.stopwatch import Call, Stopwatch, clamped
+from shoal.parallel.peers import Peers
 from shoal.plan import Plan
 from shoal.world import World
 
@@ -51,6 +52,16 @@ def prepared(stopwatch: Stopwatch, kind: str, group: dist.ProcessGroup, dtype: s
     number: torch.dtype = getattr(torch, dtype)
     part = torch.zeros(size_bytes // number.itemsize // group.size(), dtype=number, device=stopwatch.device)
     return KINDS[kind](part.repeat(group.size()), part, group)
+
+
+def peers_s(
+    stopwatch: Stopwatch, peers: Peers, group: dist.ProcessGroup, dtype: str, size_bytes: int, left_s: float
+) -> float:
+    """As `collective_s`, of a gather by copy engines in place, as sharded parameters are gathered."""
+    number: torch.dtype = getattr(torch, dtype)
+    whole = torch.zeros(size_bytes // number.itemsize, dtype=number, device=stopwatch.device)
+    part = whole.view(group.size(), -1)[group.rank()]
+    return stopwatch.median(lambda: peers.gather([whole], [part]), left_s)
 
 
 def whole_bytes(size_bytes: int, ranks: int, dtype: str) -> int:

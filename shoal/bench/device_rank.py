@@ -20,6 +20,7 @@ from shoal.config import Settings
 from shoal.launch.worker import StopFlag
 from shoal.observe.machine import facts
 from shoal.observe.status import RankStatus
+from shoal.parallel.reach import find_peers
 from shoal.run import Run
 from shoal.world import World
 
@@ -89,6 +90,8 @@ class Bench:
         for size in device_collectives.group_sizes(ranks):
             for kind in device_collectives.KINDS:
                 parts.append(Part(f"{kind} on {size} ranks", 4, partial(self.collective, kind, size)))
+            if on_gpu:
+                parts.append(Part(f"copy engines on {size} ranks", 4, partial(self.peers, size)))
         if on_gpu and ranks > 1:
             parts.append(Part("computing beside collectives", 4, self.beside))
         return [*parts, Part("host", 25, self.host)]
@@ -154,6 +157,16 @@ class Bench:
         sizes = [device_collectives.whole_bytes(about, size, dtype) for about in self._sizes.collectives]
         seconds = partial(device_collectives.collective_s, self._watch, kind, group, dtype)
         self.found["collectives"][f"{kind}/{size}"] = visit(sizes, seconds, left_s)
+
+    def peers(self, size: int, left_s: Left) -> None:
+        """A curve of gathers by copy engines on groups of one size, where ranks reach each other's memory."""
+        dtype = self._sizes.dtype
+        group = device_collectives.group_of(self._world, size)
+        peers = find_peers(group, self._world, wanted=None)
+        if peers is not None:
+            sizes = [device_collectives.whole_bytes(about, size, dtype) for about in self._sizes.collectives]
+            seconds = partial(device_collectives.peers_s, self._watch, peers, group, dtype)
+            self.found["collectives"][f"peers/{size}"] = visit(sizes, seconds, left_s)
 
     def beside(self, left_s: Left) -> None:
         """Between all ranks."""

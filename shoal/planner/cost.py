@@ -22,6 +22,8 @@ REACHED = 0.75  # of a device's peak, by the largest products
 LATENCY_S = 5e-6  # of a hop between nodes
 HOST_LINK_BYTES_S = 50e9  # PCIe 5 of 16 lanes, where a profile does not say
 HALF_SIZE = 256  # inner dim at which a product reaches half of its rate
+BY_COPIES = {"peer_gather": "all_gather", "peer_exchange": "all_to_all"}
+"""what goes by copy engines, and how it is sent where no curve of them (`peers`) was measured"""
 ELEMENT = {"float32": 2.0, "float64": 32.0, "float8_e4m3fn": 0.5, "float8_e5m2": 0.5}
 """by how much products take longer than those of 16 bits; fp32 as TF32"""
 RING = {"all_reduce": 2.0, "broadcast": 1.0, "send": 1.0, "receive": 1.0}
@@ -168,12 +170,18 @@ class Costs:
             nbytes: of the whole tensor.
         """
         kind = "send" if kind == "receive" else kind
+        if kind in BY_COPIES:
+            kind = "peers" if self.by_copies(kind, ranks) else BY_COPIES[kind]
         if len(ranks) < 2:
             return 0.0
         nodes, count = self._nodes_of(ranks), len(ranks)
         if nodes > 1:
             return self._between_nodes(kind, nbytes, count, nodes)
         return self._inside(kind, nbytes, count)
+
+    def by_copies(self, kind: str, ranks: tuple[int, ...]) -> bool:
+        """Whether it goes by copy engines, for how long is known: multiprocessors compute beside them as fast as alone."""
+        return kind in BY_COPIES and self._curve("peers", len(ranks)) is not None
 
     @property
     def on_gpu(self) -> bool:

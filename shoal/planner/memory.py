@@ -8,7 +8,6 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from shoal.cluster import GIB, Cluster
-from shoal.parallel.peers import ROOM
 from shoal.plan import AXES, Plan
 from shoal.planner.allocator import CachingAllocator
 from shoal.planner.launch import Moment
@@ -241,10 +240,9 @@ def _locked(storage: Storage) -> int:
 
 
 def _outside(plan: Plan) -> int:
-    """Context and libraries, a communicator for each axis along which ranks talk, and what copy engines send through."""
+    """Context and libraries, and a communicator for each axis along which ranks talk."""
     axes = sum(getattr(plan, axis) > 1 for axis in (*AXES, "expert"))
-    rooms = 2 * ROOM if plan.cut > 1 and plan.copy_engines is not False else 0
-    return min(MOST_OUTSIDE_BYTES, CONTEXT_BYTES + COMMUNICATOR_BYTES * axes) + rooms
+    return min(MOST_OUTSIDE_BYTES, CONTEXT_BYTES + COMMUNICATOR_BYTES * axes)
 
 
 class Fit(StrEnum):

@@ -145,6 +145,7 @@ class _Rank:
         self._ended: dict[Launch, float] = {}
         self._messages: dict[Launch, tuple[int, int, int]] = {}
         self._links: dict[bool, float] = defaultdict(float)
+        self._slows = 0.0  # until when a collective takes multiprocessors from what computes
         self._parts: dict[Part, float] = defaultdict(float)
         self._communication = 0.0
         self._lanes = _Lanes(self.rank)
@@ -252,9 +253,12 @@ class _Rank:
         seconds = self.costs.seconds(launch)
         far = self.costs.between_nodes(launch.ranks)
         begin = max(self._host, self._streams[launch.stream], self._links[far])
-        if self._streams[COMPUTING] > begin and launch.stream != COMPUTING:
+        by_copies = self.costs.by_copies(launch.operator, launch.ranks)
+        if self._streams[COMPUTING] > begin and launch.stream != COMPUTING and not by_copies:
             seconds *= self.costs.profile.beside.collectives
         end = begin + seconds
+        if not by_copies:
+            self._slows = max(self._slows, end)
         if launch.stream == COMPUTING:
             self._gap(begin)
             self._parts[Part.EXPOSED] += seconds
@@ -290,7 +294,7 @@ class _Rank:
     def _beside(self, begin: float, seconds: float) -> float:
         """Seconds of a kernel, the part of it that runs beside a collective being slower."""
         slow = self.costs.profile.beside.computing
-        together = max(self._links.values(), default=0.0) - begin
+        together = self._slows - begin
         if together <= 0 or slow == 1.0:
             return seconds
         return seconds * slow if seconds * slow <= together else together + seconds - together / slow

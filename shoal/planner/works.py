@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FakeWork
 import shoal.parallel.direct as direct
 import shoal.parallel.exchange as exchange
 import shoal.parallel.expert as expert
-from shoal.parallel.peers import Peers
+from shoal.parallel.peers import ROOM, Peers
 from shoal.parallel.sums import blocks_of, sum_parts
 from shoal.planner.fake_device import replace
 from shoal.planner.launch import Launch
@@ -96,20 +96,18 @@ def simulate_works(undo: ExitStack, tape: Tape, *, holds: bool, reach: bool = Fa
 
 
 class SimulatedPeers(Peers):
-    """Ranks whose memory is reached: it takes as long as NCCL, whose times are known; the room that it goes through is not here.
-
-    Memory of gathered parameters, which torch's allocator does not have in fact, is here its own.
-    """
+    """Ranks whose memory is reached. Memory that is lent, which torch's allocator does not have in fact, is here its own."""
 
     def __init__(self, tape: Tape, group: dist.ProcessGroup) -> None:
         self._tape, self._group = tape, group
+        self._rooms: dict[str, Tensor] = {}
         self.nbytes = 0
 
     def gather(self, outputs: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-        _gathered(self._tape, [*outputs], [*places], self._group)
+        self.copies("peer_gather", [*outputs, *places, self._room_for("gather")], _bytes_of(outputs))
 
     def sum_parts(self, parts: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-        _exchanged(self._tape, (), gradients, self._group)
+        self.copies("peer_exchange", [*gradients, self._room_for("exchange")], _bytes_of(gradients))
         counts = [blocks_of(part.numel()) for part in parts]
         squares = torch.empty(sum(counts), dtype=torch.float32, device=parts[0].device)
         for part, gradient, own in zip(parts, gradients, squares.split(counts), strict=True):
@@ -119,6 +117,19 @@ class SimulatedPeers(Peers):
 
     def share(self, numels: Sequence[int], kinds: Sequence[torch.dtype]) -> Any:
         return SimulatedShared(self, numels, kinds, self._group.size())
+
+    def copies(self, operator: str, tensors: Sequence[Tensor], nbytes: int) -> None:
+        """Something goes by copy engines."""
+        self._tape.sends(operator, tensors, nbytes, tuple(dist.get_process_group_ranks(self._group)))
+
+    def _room_for(self, use: str) -> Tensor:
+        """What tensors go through on their way, from the first time on."""
+        if use not in self._rooms:
+            self._rooms[use] = room = torch.empty(ROOM, dtype=torch.uint8, device="cuda")
+            number = self._tape.number(room)
+            if number is not None:
+                self._tape.trace.storages[number].kind = "communication"
+        return self._rooms[use]
 
 
 class SimulatedShared:
@@ -137,7 +148,7 @@ class SimulatedShared:
         pass
 
     def gather(self) -> None:
-        self._peers.gather(self.tensors, ())
+        self._peers.copies("peer_gather", self.tensors, _bytes_of(self.tensors))
 
 
 def _waited_for(tape: Tape, find: Callable[..., Any], *of_rows: Any) -> Any:
@@ -154,16 +165,20 @@ def _find_peers(
 
 
 def _gathered(tape: Tape, outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> None:
-    nbytes = sum(output.numel() * output.element_size() for output in outputs)
-    tape.sends("all_gather", (*outputs, *inputs), nbytes, tuple(dist.get_process_group_ranks(group)))
+    ranks = tuple(dist.get_process_group_ranks(group))
+    tape.sends("all_gather", (*outputs, *inputs), _bytes_of(outputs), ranks)
 
 
 def _exchanged(
     tape: Tape, received: Sequence[Tensor], whole: Sequence[Tensor], group: dist.ProcessGroup
 ) -> None:
     """One launch, as NCCL makes it of many; curves of exchanges are by all that a rank has, its own part included."""
-    nbytes = sum(gradient.numel() * gradient.element_size() for gradient in whole)
-    tape.sends("all_to_all", (*received, *whole), nbytes, tuple(dist.get_process_group_ranks(group)))
+    ranks = tuple(dist.get_process_group_ranks(group))
+    tape.sends("all_to_all", (*received, *whole), _bytes_of(whole), ranks)
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _done(*_of_collective: Any) -> Any:
