@@ -77,12 +77,16 @@ class Stage(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """torch's stage, with three repairs.
+    """torch's stage, with four repairs.
 
     It runs its module once more than there are micro-batches, to see what comes out: buffers are not to count that. It asks for
     the gradients of weights one group after the other, and runs recomputed blocks once for each: in one group of backward
     passes they are run once for all. In evaluation V-shaped schedules pass gradients that are not there to a rank's other stage.
+    Before the first step torch 2.11 has stages greet their neighbours, also one of the same rank, whom Gloo does not reach.
     """
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         stage: Any = self.submod

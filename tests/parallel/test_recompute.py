@@ -295,6 +295,13 @@ def run_and_count(world: World, plan: Plan, dims: LlamaDims = FEW, cache: str = 
     )
 
 
+fp64_is_compiled = pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="torch 2.11 compiles attention's backward in fp64 with types that it refuses",
+)
+
+
+@fp64_is_compiled
 def test_compiled_blocks_compute_the_same() -> None:
     right = run_ranks(1, run_plan, plan_of(), "fp64", OPTIMIZER, 3, FEW)[0]
     plan = plan_of(compile=True, recompute="selective", recompute_every=2, tensor=2)
@@ -305,6 +312,7 @@ def test_compiled_blocks_compute_the_same() -> None:
         assert record.norms == pytest.approx(right.norms, rel=1e-9)
 
 
+@fp64_is_compiled
 def test_what_was_compiled_is_found_again_by_a_later_process(tmp_path: Path) -> None:
     right = run_ranks(1, run_plan, plan_of(), "fp64", OPTIMIZER, 3, ONE)[0]
     plan = plan_of(compile="model", recompute="full")

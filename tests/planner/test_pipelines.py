@@ -124,6 +124,9 @@ def test_played_ranks_and_micro_batches_are_as_if_they_had_been_simulated(
     assert (counted.recorded, counted.played) == ((3, 1) if plan.pipeline == 4 else (2, 0))
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11's records do not repeat: all blocks are simulated"
+)
 def test_stages_of_many_blocks_are_those_of_few_with_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, count = Plan(pipeline=2, shard=2, compile=True), 8
     job = work(partial(blocks, 19), count)

@@ -45,15 +45,24 @@ def hand_over_and_go_on(folder: Path, world: World, in_time: int) -> tuple[int, 
             if step == 2:
                 assert saves._copies is not None
                 saves._copies._in_time = in_time
-            before = torch.cuda.memory_allocated() if device == "cuda" else 0
+            before = _most_held(device)
             assert saves.take(step, state, {}, time.monotonic(), keep=2)
-            held = torch.cuda.memory_allocated() - before if device == "cuda" else 0
+            held = _most_held(device) - before  # they may be gone again by now
             saves.before_update()
             for tensor in state.values():
                 tensor.add_(1)
             saves.wait()
         assert saves._copies is not None
         return saves._copies._in_time, held
+
+
+def _most_held(device: str) -> int:
+    """Of a GPU's memory since this was asked last."""
+    if device == "cpu":
+        return 0
+    most = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return most
 
 
 def assert_as_they_were(folder: Path) -> None:
