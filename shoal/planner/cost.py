@@ -57,6 +57,9 @@ class Costs:
         self.own = device.kind == profile.device
         self._shipped = shipped
         self._products: dict[tuple[Any, ...], float] = {}
+        names = (name.partition("/") for name in profile.collectives)
+        self._copies = [int(ranks) for kind, _, ranks in names if kind == "peers"]
+        """numbers of ranks among which copy engines were measured"""
         self._nodes: dict[tuple[int, ...], int] = {}
         self._faster = _ratio(device.flops, measured.flops)
         self._wider = _ratio(device.bandwidth_bytes_s, measured.bandwidth_bytes_s)
@@ -153,9 +156,9 @@ class Costs:
                 self._move(launch.nbytes, follows=True),
                 SHORTEST_S,
             )
-        near = _weighted(
+        near = _weighted(  # kernels are of one width, and differ by it more than by lengths
             [
-                (_distance((heads.length, 64 * heads.width), (one.length, 64 * one.width)), one)
+                (_distance((heads.length, heads.width**2), (one.length, one.width**2)), one)
                 for one in self.profile.attention
             ],
             lambda one: _attention_rate(one, backward=heads.backward),
@@ -170,10 +173,11 @@ class Costs:
             nbytes: of the whole tensor.
         """
         kind = "send" if kind == "receive" else kind
-        if kind in BY_COPIES:
-            kind = "peers" if self.by_copies(kind, ranks) else BY_COPIES[kind]
         if len(ranks) < 2:
             return 0.0
+        if kind in BY_COPIES and self.by_copies(kind, ranks):
+            return self._by_copies(nbytes, len(ranks))
+        kind = BY_COPIES.get(kind, kind)
         nodes, count = self._nodes_of(ranks), len(ranks)
         if nodes > 1:
             return self._between_nodes(kind, nbytes, count, nodes)
@@ -181,7 +185,7 @@ class Costs:
 
     def by_copies(self, kind: str, ranks: tuple[int, ...]) -> bool:
         """Whether it goes by copy engines, for how long is known: multiprocessors compute beside them as fast as alone."""
-        return kind in BY_COPIES and self._curve("peers", len(ranks)) is not None
+        return kind in BY_COPIES and bool(self._copies)
 
     @property
     def on_gpu(self) -> bool:
@@ -196,6 +200,12 @@ class Costs:
         if ranks not in self._nodes:  # thousands of ranks, many times
             self._nodes[ranks] = len({rank // self._cluster.devices_per_node for rank in ranks})
         return self._nodes[ranks]
+
+    def _by_copies(self, nbytes: float, count: int) -> float:
+        """By copy engines: each reads all that its rank has not, over a link of its own, among however many ranks."""
+        measured = min(self._copies, key=lambda known: abs(known - count))
+        alike = nbytes * (1 - 1 / count) / (1 - 1 / measured)
+        return self._inside("peers", alike, measured)
 
     def _inside(self, kind: str, nbytes: float, count: int) -> float:
         curve = self._curve(kind, count)

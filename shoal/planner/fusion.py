@@ -49,7 +49,8 @@ class Fusion:
         wanted: set[Node] = set()
         for node in self.nodes:
             if node.op == "output" or (node.op == "call_function" and is_kernel(node)):
-                wanted.update(base_of(source) for source in node.all_input_nodes)
+                filled = _filled_first(node)
+                wanted.update(base_of(source) for source in node.all_input_nodes if source is not filled)
             if node.op == "call_function" and (is_kernel(node) or is_reduction(node)):
                 wanted.add(node)
         return {node for node in wanted if node.op == "call_function" and not is_view(node)}
@@ -116,6 +117,14 @@ def _quantizes(node: Node) -> bool:
     return made.dtype in FLOAT8 or (packet in ("aten.max", "aten.amax") and made.numel() == 1)
 
 
+def _filled_first(node: Node) -> Node | None:
+    """What an operation that puts elements into a copy begins with, where that is computed into the copy at once."""
+    if str(getattr(node.target, "overloadpacket", "")) not in _PUTS:
+        return None
+    first = node.args[0]
+    return first if isinstance(first, Node) and first.op == "call_function" and is_pointwise(first) else None
+
+
 def _takes_rows(node: Node, source: Node) -> bool:
     packet = str(getattr(node.target, "overloadpacket", ""))
     return (
@@ -173,6 +182,7 @@ def is_kernel(node: Node) -> bool:
     return not (is_view(node) or is_pointwise(node) or is_reduction(node))
 
 
+_PUTS = ("aten.scatter", "aten.scatter_add", "aten.scatter_reduce", "aten.index_put")
 _CREATED = "arange full full_like iota lift_fresh_copy new_zeros ones ones_like rand randn scalar_tensor zeros zeros_like"
 _MOVED = "_to_copy cat clone constant_pad_nd embedding expand gather index repeat scatter select_scatter slice_scatter"
 _CHOSEN = "fill masked_fill tril triu where"
