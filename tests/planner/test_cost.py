@@ -59,6 +59,17 @@ def test_attention_takes_what_was_measured_and_grows_with_the_square() -> None:
     )
 
 
+def test_attention_is_of_kernels_as_wide_more_than_of_those_as_long() -> None:
+    heads = Heads(1, 32, 8, 8192, 8192, 64, causal=True, backward=False)
+    flops = 2 * 32 * 8192**2 * 64
+    seconds = Costs(Cluster.parse("1 h200"), shipped_profiles()["h200"]).seconds(
+        Launch("attention", 0, "aten.attention", NOW, flops=flops, dtype="bfloat16", dims=heads)
+    )
+    assert seconds == pytest.approx(
+        2.75e-3 / 4, rel=0.1
+    )  # benchmarks/results/profiles_1xh200.json, of four layers
+
+
 def test_another_device_is_scaled_by_its_datasheet() -> None:
     a100, h100 = costs("8 a100"), costs("8 h100")
     rates = [(DEVICES[kind].flops or 0, DEVICES[kind].bandwidth_bytes_s or 0) for kind in ("h100", "a100")]
@@ -74,6 +85,20 @@ def test_another_device_is_scaled_by_its_datasheet() -> None:
 def test_collectives_inside_of_a_node_are_as_measured() -> None:
     size, seconds = H100.collectives["all_gather/4"][-2]
     assert costs("4 h100").collective("all_gather", size, (0, 1, 2, 3)) == pytest.approx(seconds)
+
+
+def test_what_goes_by_copy_engines_takes_their_time_where_it_is_known() -> None:
+    size, h200, four = 2**28, shipped_profiles()["h200"], (0, 1, 2, 3)
+    found = Costs(Cluster.parse("4 h200"), h200)
+    curve = dict(h200.collectives["peers/2"])
+    measured = min(curve, key=lambda known: abs(known - size))
+    assert found.collective("peer_gather", measured, (0, 1)) == pytest.approx(curve[measured])
+    assert found.collective("peer_exchange", measured, (0, 1)) == pytest.approx(curve[measured])
+    # of four, each reads three quarters of the whole, and of two a half
+    assert found.collective("peer_gather", measured / 1.5, four) == pytest.approx(curve[measured])
+    unknown = costs("4 h100")
+    for kind, other in (("peer_gather", "all_gather"), ("peer_exchange", "all_to_all")):
+        assert unknown.collective(kind, size, four) == unknown.collective(other, size, four)
 
 
 def test_more_ranks_than_were_measured_follow_the_links() -> None:

@@ -29,6 +29,21 @@ def test_a_chain_of_element_wise_operations_is_one_kernel_that_reads_once_and_wr
     assert names(found) == [("aten.relu",)]
 
 
+def test_what_elements_are_put_into_is_written_with_them() -> None:
+    """A compiler fills the copy that it puts them into, and has nothing beside it."""
+    rows = torch.zeros(64, 1, dtype=torch.long)
+
+    def put(x: Tensor, at: Tensor) -> Tensor:
+        return torch.zeros_like(x).scatter_add(1, at, x[:, :1]) * x
+
+    found = fusion(put, X, rows)
+    written = [str(node.target) for node in found.nodes if node in found.written]
+    assert written == ["aten.scatter_add.default", "aten.mul.Tensor"]
+    # what comes from outside is not its to fill
+    outside = fusion(lambda x, y, at: y.scatter_add(1, at, x[:, :1]) + y, X, Y, rows)
+    assert len(outside.written) == 2
+
+
 def test_a_norm_and_what_follows_it_is_one_kernel() -> None:
     def norm(x: Tensor) -> Tensor:
         return x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * 3

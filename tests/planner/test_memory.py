@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from shoal.cluster import GIB, Cluster
+from shoal.parallel.peers import ROOM
 from shoal.plan import Plan
 from shoal.planner.launch import Moment
 from shoal.planner.memory import Category, Fit, Memory, Peak, category_of, judge, memory_of
@@ -147,6 +150,19 @@ def left_gathered(plan: Plan, cluster: str) -> tuple[int, int]:
     left = [trace.storages[number] for number in live]
     peak = memory_of(trace, plan, "cuda").peak.by_category
     return sum(e.nbytes for e in left if category_of(e) is Category.GATHERED), peak[Category.GATHERED]
+
+
+@pytest.mark.parametrize(
+    ("keys", "rooms"),
+    [({"zero": 3}, 2), ({"zero": 2}, 1), ({"zero": 3, "copy_engines": False}, 0)],
+    ids=str,
+)
+def test_what_copy_engines_send_through_is_counted(keys: dict[str, Any], rooms: int) -> None:
+    """ZeRO-2 keeps what is gathered in memory that others read, and has a room for gradients alone."""
+    plan = Plan.model_validate({"shard": 2, "compile": False, **keys})
+    found = memory_of(simulate(work(), plan, Cluster.parse("2 h100")), plan, "cuda").peak.by_category
+    sent = found.get(Category.COMMUNICATION, 0)
+    assert rooms * ROOM <= sent < rooms * ROOM + (8 << 20)
 
 
 def test_gathered_parameters_that_other_ranks_read_stay() -> None:

@@ -106,6 +106,21 @@ def test_work_at_once_is_slower_by_what_the_profile_says() -> None:
     assert found[Part.MOVES] == pytest.approx(3e-3, rel=1e-2)
 
 
+@pytest.mark.parametrize(("peers", "gather_ms", "kernel_ms"), [(True, 10.0, 2.0), (False, 30.0, 3.0)])
+def test_copy_engines_and_what_computes_do_not_slow_each_other(
+    peers: bool, gather_ms: float, kernel_ms: float
+) -> None:
+    """Where it was measured how long they take; else they are taken to go as NCCL's kernels."""
+    curves = {"peers/2": ((1e3, 1e-6), (1e9, 1.0))} if peers else {"all_gather/2": ((1e3, 1e-6), (1e9, 1.0))}
+    beside = Beside(computing=1.5, collectives=3.0)
+    profile = PROFILE.model_copy(update={"beside": beside, "collectives": curves})
+    by_copies = Launch("collective", 1, "peer_gather", NOW, nbytes=int(10e6), ranks=(0, 1))
+    before = kernel(1e6)  # so that the gather begins while something computes
+    found = replay({0: trace(before, by_copies, kernel(2e6), *then(0, by_copies))}, costs(profile))
+    assert found.ranks[0].communication_s == pytest.approx(gather_ms / 1e3, rel=1e-2)
+    assert found.ranks[0].parts[Part.MOVES] == pytest.approx((1.0 + kernel_ms) / 1e3, rel=0.02)
+
+
 def test_the_first_step_does_not_count() -> None:
     first = kernel(9e6, moment=Moment(0, "forward", ""))
     assert replay({0: trace(first, kernel(1e6))}, costs()).seconds == pytest.approx(1e-3, rel=1e-2)
