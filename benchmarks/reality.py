@@ -1,11 +1,10 @@
-"""What `shoal plan` says without a GPU, beside what the same plans took on GPUs: memory and step time of every kept run.
+"""What `shoal plan` says without a GPU, beside what the same plans took on GPUs: memory and step time of every row.
 
-    python benchmarks/reality.py [--of MEASURED] [--out FILE] [--only TEXT] [--at-once 2]
+    python benchmarks/reality.py --of MEASURED [--of MEASURED ...] [--out FILE] [--only TEXT] [--at-once 2]
 
-Reads what `benchmarks/reality_measure.py` wrote (`--of`), and predicts by the profile that it has; or the result files of this
-folder, which are of several versions, by the profiles that come with shoal. Runs `shoal plan JOB WORDS --on ... --json` for each
-row of Shoal's own, and writes every row, good and bad, with its errors. Needs no GPU. Three factors of the model of time were
-taken from runs that are among them: see docs/planning.md.
+Reads what `benchmarks/reality_measure.py` wrote, runs `shoal plan JOB --on ... --json` for each row, by the profile of the file if
+it has one, and writes every row, good and bad, with its errors. Needs no GPU. Some factors of the model of time were taken from
+runs: see docs/planning.md. `measured` has the runs of earlier versions, which results/reality.json has with what was said then.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ class Real(NamedTuple):
 def main() -> int:
     """Predict every row; 1 if one has no prediction."""
     options = _options()
-    known = of_one_command(options.of) if options.of else measured()
+    known = [real for path in options.of for real in of_one_command(path)]
     asked = [real for real in known if options.only in f"{real.file} {real.name}"]
     with ThreadPoolExecutor(options.at_once) as pool:
         records = []
@@ -120,7 +119,9 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--of", type=Path, default=None, help="what reality_measure.py wrote")
+    parser.add_argument(
+        "--of", type=Path, action="append", required=True, help="what reality_measure.py wrote"
+    )
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--only", default="", help="rows whose file and name have this text")
     parser.add_argument("--at-once", type=int, default=2)

@@ -7,7 +7,7 @@ First `shoal bench device` measures the devices, so that rows are predicted by w
 not). Then three sizes of Llama and a mixture of experts; every axis; eager, compiled, recorded; recompute, offload, precision.
 Rows of one launch follow each other in the same processes, which are started again after a row that fails or leaves memory
 behind. FILE is written after each launch, and FILE.jsonl row by row meanwhile. After a SIGTERM, or --total-s, no other row
-begins; those that were not reached say so. `--size tiny` tries the rows on CPU ranks.
+begins; those that were not reached say so. `--size tiny` tries the rows on CPU ranks, without a profile.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.axes import facts_of_machine
 from benchmarks.reality_rank import ASKED, LEFT
 from shoal.bench.device import bench_device
+from shoal.bench.step import BenchError
 from shoal.config import apply_overrides, parse
 from shoal.launch.local import launch
 from shoal.run import read_json_lines, write_whole
@@ -138,10 +139,11 @@ def main() -> int:
         "machine": facts_of_machine(),
         "ranks": options.ranks,
         "size": options.size,
-        "profile": _profile(options),
+        "profile": None,
         "rows": [],
     }
     records: list[dict[str, Any]] = kept["rows"]
+    kept |= _profile(options)
     write_whole(options.out, json.dumps(kept, indent=1) + "\n")
     while len(records) < len(asked) and not ends:
         found, ends = _launched(asked[len(records) :], options, until - time.monotonic())
@@ -153,11 +155,15 @@ def main() -> int:
     return int(any("problem" in record for record in records))
 
 
-def _profile(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Of these devices; None if none is asked for."""
-    if not options.profile_s:
-        return None
-    return bench_device(detect_cluster(), options.ranks, options.profile_s).model_dump(mode="json")
+def _profile(options: argparse.Namespace) -> dict[str, Any]:
+    """Of these devices, if it is asked for, or why there is none: rows are measured all the same."""
+    if not options.profile_s or options.size == "tiny":
+        return {}
+    try:
+        found = bench_device(detect_cluster(), options.ranks, options.profile_s)
+    except BenchError as error:
+        return {"no_profile": str(error)[:2000]}
+    return {"profile": found.model_dump(mode="json")}
 
 
 def _launched(

@@ -44,7 +44,7 @@ LEFT = "left_gib"
 def measure(settings: Settings, world: World, status: RankStatus, stop: StopFlag) -> None:
     """Every row of the run directory's list; its file of results gets a line for each when it is there."""
     asked = json.loads((Path(settings.run.dir) / ASKED).read_text())
-    until = time.monotonic() + asked["limit_s"]
+    until, first = time.monotonic() + asked["limit_s"], 0.0
     for name, tables in asked["rows"]:
         ends = stop.requested or time.monotonic() > until
         if _most([float(ends)], world)[0]:
@@ -52,15 +52,18 @@ def measure(settings: Settings, world: World, status: RankStatus, stop: StopFlag
         status.enter("setup", 0)
         began = time.monotonic()
         found = _row(parse(tables, where=name), world, status)
-        left = _forget(world)
-        if left > MOST_LEFT:
-            found[LEFT] = _gib(left)
+        _forget(world)
+        used = _most([float(_used(world))], world)[0]
+        first = first or used  # contexts, libraries and communicators stay
+        stops = bool(_most([float(stop.requested)], world)[0])
+        if used - first > MOST_LEFT and not stops:
+            found[LEFT] = _gib(used - first)
         if world.is_main:
             found |= {"seconds": round(time.monotonic() - began, 1)}
             with Path(asked["found"]).open("a") as file:
                 file.write(json.dumps({"name": name} | found) + "\n")
         world.barrier("a row")
-        if left > MOST_LEFT:
+        if stops or LEFT in found:
             return
 
 
@@ -114,8 +117,8 @@ def _batches(settings: Settings, world: World) -> Iterator[StepBatch]:
     return (kept[number % DIFFERENT]._replace(step=number) for number in itertools.count())
 
 
-def _forget(world: World) -> float:
-    """Give everything of a row back; returns the bytes that are still held, the most of all ranks."""
+def _forget(world: World) -> None:
+    """Give everything of a row back."""
     gc.collect()
     torch.compiler.reset()
     gc.collect()
@@ -123,7 +126,14 @@ def _forget(world: World) -> float:
         torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()  # there is no public way; a row of its own process would make its own
         torch.cuda.empty_cache()
-    return _most([float(_held(world)[0])], world)[0]
+
+
+def _used(world: World) -> int:
+    """Bytes of the device that are in use, also such as other ranks read, of which torch's allocator does not know."""
+    if world.device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(world.device)
+    return total - free
 
 
 def _held(world: World) -> tuple[int, int]:

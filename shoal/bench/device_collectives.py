@@ -57,11 +57,24 @@ def prepared(stopwatch: Stopwatch, kind: str, group: dist.ProcessGroup, dtype: s
 def peers_s(
     stopwatch: Stopwatch, peers: Peers, group: dist.ProcessGroup, dtype: str, size_bytes: int, left_s: float
 ) -> float:
-    """As `collective_s`, of a gather by copy engines in place, as sharded parameters are gathered."""
+    """As `collective_s`, of a gather by copy engines through a room, as ZeRO-3 gathers parameters and gradients are sent."""
     number: torch.dtype = getattr(torch, dtype)
     whole = torch.zeros(size_bytes // number.itemsize, dtype=number, device=stopwatch.device)
     part = whole.view(group.size(), -1)[group.rank()]
     return stopwatch.median(lambda: peers.gather([whole], [part]), left_s)
+
+
+def shared_s(
+    stopwatch: Stopwatch, peers: Peers, group: dist.ProcessGroup, dtype: str, size_bytes: int, left_s: float
+) -> float:
+    """As `peers_s`, of tensors that stay in memory which others read, as ZeRO-1 and 2 keep gathered parameters."""
+    number: torch.dtype = getattr(torch, dtype)
+    shared = peers.share([size_bytes // number.itemsize // group.size()], [number])
+    return stopwatch.median(shared.gather, left_s)
+
+
+BY_COPIES = {"peers": peers_s, "shared": shared_s}
+"""what goes by copy engines, in which ways"""
 
 
 def whole_bytes(size_bytes: int, ranks: int, dtype: str) -> int:

@@ -159,14 +159,16 @@ class Bench:
         self.found["collectives"][f"{kind}/{size}"] = visit(sizes, seconds, left_s)
 
     def peers(self, size: int, left_s: Left) -> None:
-        """A curve of gathers by copy engines on groups of one size, where ranks reach each other's memory."""
+        """Curves of gathers by copy engines on groups of one size, where the ranks of all groups reach each other's memory."""
         dtype = self._sizes.dtype
         group = device_collectives.group_of(self._world, size)
         peers = find_peers(group, self._world, wanted=None)
-        if peers is not None:
-            sizes = [device_collectives.whole_bytes(about, size, dtype) for about in self._sizes.collectives]
-            seconds = partial(device_collectives.peers_s, self._watch, peers, group, dtype)
-            self.found["collectives"][f"peers/{size}"] = visit(sizes, seconds, left_s)
+        if self._watch.agree(float(peers is None)) or peers is None:
+            return
+        sizes = [device_collectives.whole_bytes(about, size, dtype) for about in self._sizes.collectives]
+        for kind, measure in device_collectives.BY_COPIES.items():
+            seconds = partial(measure, self._watch, peers, group, dtype)
+            self.found["collectives"][f"{kind}/{size}"] = visit(sizes, seconds, left_s)
 
     def beside(self, left_s: Left) -> None:
         """Between all ranks."""

@@ -22,8 +22,10 @@ REACHED = 0.75  # of a device's peak, by the largest products
 LATENCY_S = 5e-6  # of a hop between nodes
 HOST_LINK_BYTES_S = 50e9  # PCIe 5 of 16 lanes, where a profile does not say
 HALF_SIZE = 256  # inner dim at which a product reaches half of its rate
-BY_COPIES = {"peer_gather": "all_gather", "peer_exchange": "all_to_all"}
-"""what goes by copy engines, and how it is sent where no curve of them (`peers`) was measured"""
+BY_COPIES = {
+    "peer_gather": ("peers", "all_gather"), "peer_exchange": ("peers", "all_to_all"), "peer_share": ("shared", "all_gather"),
+}  # fmt: skip
+"""what goes by copy engines, of which curve that is, and how it would be sent without them"""
 ELEMENT = {"float32": 2.0, "float64": 32.0, "float8_e4m3fn": 0.5, "float8_e5m2": 0.5}
 """by how much products take longer than those of 16 bits; fp32 as TF32"""
 RING = {"all_reduce": 2.0, "broadcast": 1.0, "send": 1.0, "receive": 1.0}
@@ -57,9 +59,11 @@ class Costs:
         self.own = device.kind == profile.device
         self._shipped = shipped
         self._products: dict[tuple[Any, ...], float] = {}
-        names = (name.partition("/") for name in profile.collectives)
-        self._copies = [int(ranks) for kind, _, ranks in names if kind == "peers"]
-        """numbers of ranks among which copy engines were measured"""
+        names = [name.partition("/") for name in profile.collectives]
+        self._engines = {
+            kind: [int(ranks) for each, _, ranks in names if each == kind] for kind in ("peers", "shared")
+        }
+        """numbers of ranks among which copy engines were measured, by the way that was measured"""
         self._nodes: dict[tuple[int, ...], int] = {}
         self._faster = _ratio(device.flops, measured.flops)
         self._wider = _ratio(device.bandwidth_bytes_s, measured.bandwidth_bytes_s)
@@ -175,17 +179,17 @@ class Costs:
         kind = "send" if kind == "receive" else kind
         if len(ranks) < 2:
             return 0.0
-        if kind in BY_COPIES and self.by_copies(kind, ranks):
-            return self._by_copies(nbytes, len(ranks))
-        kind = BY_COPIES.get(kind, kind)
+        if self.by_copies(kind):
+            return self._copying(kind, nbytes, len(ranks))
+        kind = BY_COPIES[kind][1] if kind in BY_COPIES else kind
         nodes, count = self._nodes_of(ranks), len(ranks)
         if nodes > 1:
             return self._between_nodes(kind, nbytes, count, nodes)
         return self._inside(kind, nbytes, count)
 
-    def by_copies(self, kind: str, ranks: tuple[int, ...]) -> bool:
+    def by_copies(self, kind: str) -> bool:
         """Whether it goes by copy engines, for how long is known: multiprocessors compute beside them as fast as alone."""
-        return kind in BY_COPIES and bool(self._copies)
+        return kind in BY_COPIES and any(self._engines.values())
 
     @property
     def on_gpu(self) -> bool:
@@ -201,11 +205,14 @@ class Costs:
             self._nodes[ranks] = len({rank // self._cluster.devices_per_node for rank in ranks})
         return self._nodes[ranks]
 
-    def _by_copies(self, nbytes: float, count: int) -> float:
+    def _copying(self, kind: str, nbytes: float, count: int) -> float:
         """By copy engines: each reads all that its rank has not, over a link of its own, among however many ranks."""
-        measured = min(self._copies, key=lambda known: abs(known - count))
+        way = BY_COPIES[kind][0]
+        if not self._engines[way]:  # the other one was measured
+            way = next(other for other, counts in self._engines.items() if counts)
+        measured = min(self._engines[way], key=lambda known: abs(known - count))
         alike = nbytes * (1 - 1 / count) / (1 - 1 / measured)
-        return self._inside("peers", alike, measured)
+        return self._inside(way, alike, measured)
 
     def _inside(self, kind: str, nbytes: float, count: int) -> float:
         curve = self._curve(kind, count)

@@ -182,7 +182,7 @@ def is_kernel(node: Node) -> bool:
     return not (is_view(node) or is_pointwise(node) or is_reduction(node))
 
 
-_PUTS = ("aten.scatter", "aten.scatter_add", "aten.scatter_reduce", "aten.index_put")
+_PUTS = ("aten.scatter_add", "aten.scatter_reduce", "aten.index_put")
 _CREATED = "arange full full_like iota lift_fresh_copy new_zeros ones ones_like rand randn scalar_tensor zeros zeros_like"
 _MOVED = "_to_copy cat clone constant_pad_nd embedding expand gather index repeat scatter select_scatter slice_scatter"
 _CHOSEN = "fill masked_fill tril triu where"

@@ -80,7 +80,7 @@ class Profile(BaseModel):
     collectives: dict[str, Curve] = Field(
         description='by "kind/ranks of one node", such as "all_gather/4"; bytes of the whole tensor (for all_to_all and '
         "send: of what one rank sends), seconds. Kinds: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, send, "
-        "and peers: an all_gather by copy engines, where devices read each other's memory"
+        "and, where devices read each other's memory, an all_gather by copy engines: peers through a room, shared in place"
     )
     hot: float = Field(
         1.0,

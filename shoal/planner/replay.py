@@ -253,7 +253,7 @@ class _Rank:
         seconds = self.costs.seconds(launch)
         far = self.costs.between_nodes(launch.ranks)
         begin = max(self._host, self._streams[launch.stream], self._links[far])
-        by_copies = self.costs.by_copies(launch.operator, launch.ranks)
+        by_copies = self.costs.by_copies(launch.operator)
         if self._streams[COMPUTING] > begin and launch.stream != COMPUTING and not by_copies:
             seconds *= self.costs.profile.beside.collectives
         end = begin + seconds

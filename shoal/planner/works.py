@@ -148,7 +148,7 @@ class SimulatedShared:
         pass
 
     def gather(self) -> None:
-        self._peers.copies("peer_gather", self.tensors, _bytes_of(self.tensors))
+        self._peers.copies("peer_share", self.tensors, _bytes_of(self.tensors))
 
 
 def _waited_for(tape: Tape, find: Callable[..., Any], *of_rows: Any) -> Any:

@@ -4,9 +4,9 @@
 buffers, writes into what is copied: the update's stream waits for the copies (`before_update`), and buffers are copied on the
 device first. A thread waits for the last copy and rings; the host never does. On a CPU the copy is made at once.
 
-[Note: what does not pass in time] There is one step until the next update, and a link to host memory takes some 40 GB a second.
-Of a larger state the rest is copied on the device first, where it has room, and passes while the step after is taken. How much
-that is, the save before has shown.
+[Note: what does not pass in time] There is one step until the next update, and an H200's link to host memory takes 54 GB a second
+(`planner/profiles/h200.json`). Of a larger state the rest is copied on the device first, where it has room, and passes while the
+step after is taken. How much that is, the save before has shown. Steps may come to need more room than they did: some stays free.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from shoal.resilience.saver import Handed
 from shoal.resilience.snapshot import opened
 
 ALL = 1 << 62
-SPARE_BYTES = 2 << 30  # of a device's memory, which is left free
+SPARE = 0.05  # of a device's memory, which is left free
 SURELY = 0.9  # of the bytes that passed before an update: another time it may come sooner
 
 
@@ -47,7 +48,7 @@ class Copies:
         self._items, self._resolve, self._device = items, resolve, device
         self.on_gpu = device.type == "cuda"
         self._path, self._handed, self._told = path, handed, b""
-        at = HEADER_BYTES + sum(map(item_bytes, items))
+        *self._begins, at = accumulate(map(item_bytes, items), initial=HEADER_BYTES)
         self.handed_at = at, 0
         """where what is told lies, and its bytes"""
         _reserve(path, at)
@@ -57,7 +58,8 @@ class Copies:
         self._lane = Lane(self._device)
         self._passing: _Passing | None = None
         self._in_time = ALL  # bytes that pass before the next update
-        self._needed = 0  # bytes of the device's memory that steps have had, without copies on it
+        self._needed = 0  # bytes of the device's memory that steps have had
+        self._most_aside = 0  # beside them, bytes of copies
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -80,7 +82,7 @@ class Copies:
             found = zip(self._items, self._resolve(state), strict=True)
             sources = [_steady(item, data) for item, data in found]
             if not self.on_gpu:
-                self._copy(sources, HEADER_BYTES)
+                self._copy(enumerate(sources))
                 then(time.monotonic() - began)
                 return
             before = torch.cuda.Event()
@@ -88,17 +90,17 @@ class Copies:
             with self._lane.run():
                 sizes = [source.nbytes if source.is_cuda else 0 for source in sources]
                 passing = _Passing(sum(sizes))
-                sources, direct = self._aside(sources, sizes)
-                at = self._copy(sources[:direct], HEADER_BYTES)
+                aside = self._aside(sources, sizes)
+                self._copy(numbered for numbered in enumerate(sources) if numbered[0] not in aside)
                 passing.released.record()
-                self._copy(sources[direct:], at)
+                self._copy(aside.items())
                 passing.copied.record()
         held_up_s = time.monotonic() - began
         if not before.query():  # the device had the step before to do all the while
             held_up_s = 0.0
         self._passing = passing
         self._thread = threading.Thread(
-            target=self._when_copied, args=(passing, sources, then, held_up_s), daemon=True
+            target=self._when_copied, args=(passing, (sources, aside), then, held_up_s), daemon=True
         )
         self._thread.start()
 
@@ -118,41 +120,41 @@ class Copies:
         if self._error is not None:
             raise self._error
 
-    def _copy(self, sources: list[Tensor], at: int) -> int:
-        """Ask for copies to where they lie from byte `at` on; returns where they end."""
-        for source in sources:
+    def _copy(self, numbered: Iterable[tuple[int, Tensor]]) -> None:
+        """Ask for copies of items to where they lie."""
+        for number, source in numbered:
             if size := source.nbytes:
+                at = self._begins[number]
                 place = self._memory[at : at + size].view(source.dtype).view(source.shape)
                 place.copy_(source, non_blocking=True)
-                at += size
-        return at
 
-    def _aside(self, sources: list[Tensor], sizes: list[int]) -> tuple[list[Tensor], int]:
-        """Sources, the last of which are copies on the device where they do not pass in time; and how many are not.
+    def _aside(self, sources: list[Tensor], sizes: list[int]) -> dict[int, Tensor]:
+        """Copies on the device of what does not pass in time, as far as there is room, by the items' numbers.
 
         Args:
             sizes: bytes of each that pass from the device.
         """
+        self._needed = max(self._needed, torch.cuda.max_memory_reserved(self._device) - self._most_aside)
         late = sum(sizes) - self._in_time
         if late <= 0:
-            return sources, len(sources)
-        first = first_aside(sizes, late, self._room())
+            return {}
+        chosen = set_aside(sizes, late, self._room())
         try:
-            aside = [source.clone() if source.is_cuda else source for source in sources[first:]]
+            found = {number: sources[number].clone() for number in chosen}
         except torch.OutOfMemoryError:
-            return sources, len(sources)
-        return [*sources[:first], *aside], first
+            return {}
+        self._most_aside = max(self._most_aside, sum(sizes[number] for number in chosen))
+        return found
 
     def _room(self) -> int:
         """Bytes of the device that steps leave, torch's cache included, which has what earlier copies were in."""
-        self._needed = self._needed or torch.cuda.max_memory_reserved(self._device)
-        free = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
-        return free - self._needed - SPARE_BYTES
+        free, total = torch.cuda.mem_get_info(self._device)
+        return free + torch.cuda.memory_reserved(self._device) - self._needed - int(SPARE * total)
 
     def _when_copied(
-        self, passing: _Passing, held: list[Tensor], then: Callable[[float], None], held_up_s: float
+        self, passing: _Passing, held: Any, then: Callable[[float], None], held_up_s: float
     ) -> None:
-        """`held` keeps copies on the device until they have passed."""
+        """`held` keeps what is read until it has passed, copies on the device and what those were made of."""
         try:
             passing.copied.synchronize()
             self._in_time = passing.in_time
@@ -190,22 +192,36 @@ class _Passing:
         """Bytes that pass before an update comes, with something to spare."""
         if self.update is None or not self._has_come:
             return ALL
-        share = self._began.elapsed_time(self.update) / max(1e-3, self._began.elapsed_time(self.copied))
-        return int(SURELY * share * self._nbytes)
+        until_s = self._began.elapsed_time(self.update) / 1000
+        return passes_in(until_s, self._began.elapsed_time(self.copied) / 1000, self._nbytes)
 
 
-def first_aside(sizes: list[int], late: int, room: int) -> int:
-    """From which source on copies are made on the device: of `late` bytes, or as many as there is room for.
+def passes_in(until_s: float, all_s: float, nbytes: int) -> int:
+    """Bytes that surely pass until an update comes, of so many that took `all_s` to pass.
 
     Example:
-        >>> first_aside([4, 4, 4, 4], late=6, room=100), first_aside([4, 4, 4, 4], late=6, room=5)
-        (2, 3)
+        >>> passes_in(0.5, 2.0, 1000)
+        225
     """
-    first, taken = len(sizes), 0
-    while first and taken < late and taken + sizes[first - 1] <= room:
-        first -= 1
-        taken += sizes[first]
-    return first
+    return int(SURELY * until_s / all_s * nbytes) if all_s > 0 else ALL
+
+
+def set_aside(sizes: Sequence[int], late: int, room: int) -> list[int]:
+    """The numbers of those to be copied on the device, the last first: `late` bytes or more, as far as there is room.
+
+    Example:
+        >>> set_aside([4, 4, 4, 9], late=6, room=100), set_aside([4, 4, 4, 9], late=6, room=5)
+        ([3], [2])
+    """
+    chosen: list[int] = []
+    taken = 0
+    for number in reversed(range(len(sizes))):
+        if taken >= late:
+            break
+        if 0 < sizes[number] <= room - taken:
+            chosen.append(number)
+            taken += sizes[number]
+    return chosen
 
 
 def _steady(item: WriteItem, data: Tensor) -> Tensor:

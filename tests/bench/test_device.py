@@ -7,9 +7,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner, Result
 
 from shoal.bench.device import (
@@ -30,8 +32,11 @@ from shoal.bench.stopwatch import LEAST_SAMPLES, Part, Stopwatch, coarse_first, 
 from shoal.cli import app
 from shoal.cluster import Cluster
 from shoal.launch.local import Outcome
+from shoal.parallel.peers import Peers
 from shoal.planner.profile import Beside, Curve, Profile, read_profile
 from shoal.world import World, join_world
+from tests.parallel.shared_memory import shared_peers
+from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 SMALL = ON_CPU._replace(copies=[2**12, 2**20], large=64, gathered=2**12)
@@ -124,6 +129,31 @@ def test_what_only_gpus_are_asked_for_is_found_as_a_profile_has_it() -> None:
     assert min(beside.computing, beside.collectives) >= 1.0, "they never speed each other up"
 
 
+def copied(world: World, folder: Path, there: bool) -> dict[str, list[Any]]:
+    """Curves of copy engines on groups of two of four ranks, of which one group may have none."""
+
+    def find(group: dist.ProcessGroup, *_: Any, **__: Any) -> Peers | None:
+        return shared_peers(folder, group, 1 << 20, []) if there or world.rank < 2 else None
+
+    def agree(number: float) -> float:
+        most = torch.tensor(number, dtype=torch.float64)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return most.item()
+
+    bench = Bench(world, SMALL._replace(collectives=[2**12, 2**16]), Stopwatch(CPU, agree))
+    with patch("shoal.bench.device_rank.find_peers", find):
+        bench.peers(2, lambda: agree(0.2))
+    return bench.found["collectives"]
+
+
+def test_copy_engines_are_measured_where_all_groups_have_them(tmp_path: Path) -> None:
+    for found in run_ranks(4, copied, tmp_path, True):
+        assert list(found) == ["peers/2", "shared/2"]
+        assert all([size for size, _ in curve] == [2**12, 2**16] for curve in found.values())
+        assert all(seconds > 0 for curve in found.values() for _, seconds in curve)
+    assert run_ranks(4, copied, tmp_path, False) == [{}] * 4
+
+
 def test_gpus_are_heated_first_and_measured_in_all_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     node = SimpleNamespace(size=4, device=torch.device("cuda", 0))
@@ -131,6 +161,7 @@ def test_gpus_are_heated_first_and_measured_in_all_that_they_have(monkeypatch: p
     assert (names[0], names[-1]) == ("heating", "host")
     assert {f"{dtype} products" for dtype in ON_GPU.products} < set(names)
     assert {f"{kind} on {ranks} ranks" for kind in KINDS for ranks in (2, 4)} < set(names)
+    assert {"copy engines on 2 ranks", "copy engines on 4 ranks"} < set(names)
     assert names.index("connecting") < names.index("all_gather on 2 ranks")
     assert {
         "attention",

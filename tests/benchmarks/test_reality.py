@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reality import of_one_command, summary
+import shoal.planner
+from benchmarks.reality import Real, of_one_command, predict, summary
 from benchmarks.reality_measure import rows, tables_of
 from shoal.config import parse
+
+PROFILES = Path(shoal.planner.__file__).parent / "profiles"
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -46,6 +49,20 @@ def test_what_was_measured_is_read_with_its_job(tmp_path: Path) -> None:
     (found,) = of_one_command(tmp_path / "found.json")
     assert (found.name, found.job, found.on) == (row.name, tables_of(row), "2 h200")
     assert (found.step_s, found.allocated_gib, found.reserved_gib) == (0.5, 1.5, 2.0)
+
+
+def test_rows_are_predicted_by_the_profile_of_their_file(tmp_path: Path) -> None:
+    """The same devices, with matrices that take twice as long."""
+    said = []
+    for factor in (1.0, 2.0):
+        profile = json.loads((PROFILES / "cpu.json").read_text())
+        profile["matmuls"] = [[*dims, factor * seconds] for *dims, seconds in profile["matmuls"]]
+        job = tables_of(rows(1)[0], tiny=True) | {"plan": {"micro_batch": 4, "compile": False}}
+        real = Real("file", "name", job, [], "1 cpu", 1.0, 1.0, 1.0, json.dumps(profile))
+        found = predict(real)
+        assert "problem" not in found
+        said.append(found["parts"]["matmul"])
+    assert said[1] > 1.5 * said[0]
 
 
 def test_errors_are_summed_up_without_their_signs() -> None:

@@ -11,29 +11,49 @@ from torch import Tensor
 
 from shoal.checkpoint.folder import list_checkpoints
 from shoal.checkpoint.plain import whole_tensors
-from shoal.resilience.copies import ALL, first_aside
+from shoal.resilience.copies import ALL, passes_in, set_aside
 from shoal.resilience.handover import HandOver
 from shoal.world import World, join_world
 from tests.resilience.test_saver import saver_of
 
 MIB = 1 << 20
+PARTS, MASK = 8, "buffer.mask"
+"""tensors that the update writes; a buffer of one byte an element, which is last in the file"""
+EACH = {"cpu": MIB, "cuda": 32 * MIB}
+"""bytes of each of them: on a GPU so many that passing takes longer than asking for it"""
 
 
 @pytest.mark.parametrize(
-    ("late", "room", "first"),
-    [(0, 100, 4), (1, 100, 3), (8, 100, 3), (9, 100, 2), (1000, 1000, 0), (9, 8, 3), (9, 7, 4)],
+    ("late", "room", "chosen"),
+    [
+        (0, 100, []),
+        (1, 100, [3]),
+        (9, 100, [3, 2]),
+        (1000, 1000, [3, 2, 1, 0]),
+        (9, 20, [3, 2]),
+        (9, 15, [3]),  # and what is left of the room holds no other
+        (30, 20, [3, 1]),  # the large one is left out, not the one before it
+    ],
 )
 def test_the_last_tensors_are_copied_on_the_device_as_far_as_there_is_room(
-    late: int, room: int, first: int
+    late: int, room: int, chosen: list[int]
 ) -> None:
-    assert first_aside([16, 8, 8, 8], late, room) == first
+    sizes = [9, 8, 16, 8] if late == 30 else [16, 8, 8, 8]
+    assert set_aside(sizes, late, room) == chosen
+
+
+def test_what_passes_in_time_is_told_by_how_long_all_of_it_took() -> None:
+    assert passes_in(1.0, 2.0, 1000) == 450
+    assert passes_in(0.0, 2.0, 1000) == 0
+    assert passes_in(0.0, 0.0, 1000) == ALL  # nothing was on the device
 
 
 def state_of(step: int, device: str) -> dict[str, Tensor]:
-    """64 MiB on the device, a buffer there, and what stays on the host."""
-    numbers = torch.arange(8 * MIB // 4, dtype=torch.float32)
-    found = {f"model.{n}": (numbers + 1000 * n + step).to(device) for n in range(8)}
-    return found | {"buffer.seen": torch.full((3,), step, device=device), "optimizer.kept": numbers + step}
+    """Eight tensors on the device, buffers there, and what stays on the host."""
+    numbers = torch.arange(EACH[device] // 4, dtype=torch.float32)
+    found = {f"model.{n}": (numbers + 1000 * n + step).to(device) for n in range(PARTS)}
+    found[MASK] = torch.full((EACH[device],), step == 1, device=device)
+    return found | {"optimizer.kept": numbers[:100] + step}
 
 
 def hand_over_and_go_on(folder: Path, world: World, in_time: int) -> tuple[int, int]:
@@ -45,31 +65,33 @@ def hand_over_and_go_on(folder: Path, world: World, in_time: int) -> tuple[int, 
             if step == 2:
                 assert saves._copies is not None
                 saves._copies._in_time = in_time
-            before = _most_held(device)
+            before = _held(device)
             assert saves.take(step, state, {}, time.monotonic(), keep=2)
-            held = _most_held(device) - before  # they may be gone again by now
+            held = torch.cuda.max_memory_allocated() - before if before else 0  # it may be gone again by now
             saves.before_update()
-            for tensor in state.values():
-                tensor.add_(1)
+            # where the device takes memory of what was let go of
+            torch.full((EACH[device],), 7, dtype=torch.uint8, device=device)
+            for name, tensor in state.items():
+                tensor.logical_not_() if name == MASK else tensor.add_(1)
             saves.wait()
         assert saves._copies is not None
         return saves._copies._in_time, held
 
 
-def _most_held(device: str) -> int:
-    """Of a GPU's memory since this was asked last."""
+def _held(device: str) -> int:
+    """Of a GPU's memory; the peak begins anew."""
     if device == "cpu":
         return 0
-    most = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    return most
+    return torch.cuda.memory_allocated()
 
 
-def assert_as_they_were(folder: Path) -> None:
+def assert_as_they_were(folder: Path, device: str) -> None:
     found = list_checkpoints(folder / "checkpoints")[0]
     assert [checkpoint.step for checkpoint in found] == [1, 2]
     for checkpoint in found:
-        loaded, expected = dict(whole_tensors(checkpoint)), state_of(checkpoint.step, "cpu")
+        loaded = dict(whole_tensors(checkpoint))
+        expected = {name: tensor.cpu() for name, tensor in state_of(checkpoint.step, device).items()}
         assert loaded.keys() == expected.keys()
         assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items()), checkpoint.step
 
@@ -77,16 +99,18 @@ def assert_as_they_were(folder: Path) -> None:
 def test_what_is_handed_over_does_not_change_with_what_comes_after(tmp_path: Path) -> None:
     with join_world(rank=0, size=1, device="cpu") as world:
         assert hand_over_and_go_on(tmp_path, world, ALL) == (ALL, 0)
-    assert_as_they_were(tmp_path)
+    assert_as_they_were(tmp_path, "cpu")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("in_time", [ALL, 20 * MIB, 0])
+@pytest.mark.parametrize("in_time", [ALL, 100 * MIB, 0])
 def test_on_a_gpu_an_update_waits_for_no_more_than_has_no_copy_on_the_device(
     tmp_path: Path, in_time: int
 ) -> None:
+    each = EACH["cuda"]
     with join_world(rank=0, size=1, device="cuda") as world:
-        _, held = hand_over_and_go_on(tmp_path, world, in_time)
-    assert_as_they_were(tmp_path)
-    late = max(0, 64 * MIB - in_time)
-    assert late <= held <= late + 8 * MIB + MIB
+        learned, held = hand_over_and_go_on(tmp_path, world, in_time)
+    assert_as_they_were(tmp_path, "cuda")
+    assert learned < (PARTS + 1) * each  # the update came at once
+    late = max(0, (PARTS + 1) * each - in_time)
+    assert late + each <= held <= late + 2 * each + MIB  # the mask is always copied
