@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 
 import typer
@@ -62,6 +64,8 @@ def _options(
 
 def main() -> None:
     """Run the command line; mistakes of use end in one line and exit code 2."""
+    # an interpreter that ends looks for cycles of objects once more: with torch that takes a second, and finds nothing of use
+    atexit.register(gc.freeze)
     try:
         app()
     except ConfigError as error:
