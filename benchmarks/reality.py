@@ -2,9 +2,9 @@
 
     python benchmarks/reality.py --of MEASURED [--of MEASURED ...] [--out FILE] [--only TEXT] [--at-once 2]
 
-Reads what `benchmarks/reality_measure.py` wrote, runs `shoal plan JOB --on ... --json` for each row, by the profile of the file if
-it has one, and writes every row, good and bad, with its errors. Needs no GPU. Some factors of the model of time were taken from
-runs: see docs/planning.md. `measured` has the runs of earlier versions, which results/reality.json has with what was said then.
+Reads what `benchmarks/reality_measure.py` wrote, runs `shoal plan JOB --on ... --json` for each row, by the profile of the file
+if it has one, and writes every row, good and bad, with its errors. Needs no GPU. Some factors of the model of time were taken
+from runs: see docs/planning.md. `measured` has the runs of earlier versions; results/reality.json has what was said of them then.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
+import os
 import sys
+from contextlib import suppress
 
 import typer
 
@@ -64,10 +64,13 @@ def _options(
 
 def main() -> None:
     """Run the command line; mistakes of use end in one line and exit code 2."""
-    # an interpreter that ends looks for cycles of objects once more: with torch that takes a second, and finds nothing of use
-    atexit.register(gc.freeze)
     try:
         app()
+    except plan.EndsAtOnceError as end:
+        with suppress(BrokenPipeError):  # who reads has heard enough
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(end.status)
     except ConfigError as error:
         print(f"shoal: {error}", file=sys.stderr)
         sys.exit(2)

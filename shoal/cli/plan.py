@@ -29,21 +29,32 @@ class Ask(NamedTuple):
     profile: Profile | None
 
 
+class EndsAtOnceError(SystemExit):
+    """All is said, and nothing is left to be closed."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
 def without_collections(command: Callable[Given, None]) -> Callable[Given, None]:
     """A command that does not look for cycles of objects: while torch is imported that takes a second, and finds none.
 
-    A simulation looks for those of its own.
+    A simulation looks for those of its own. Nor does an interpreter that ends, if it ends at once: that takes another second.
     """
 
     @wraps(command)
     def run(*args: Given.args, **kwargs: Given.kwargs) -> None:
-        was_on = gc.isenabled()
+        was_on, code = gc.isenabled(), 0
         gc.disable()
         try:
             command(*args, **kwargs)
+        except typer.Exit as end:
+            code = end.exit_code
         finally:
             if was_on:
                 gc.enable()
+        raise EndsAtOnceError(code)
 
     return run
 

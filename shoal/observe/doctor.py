@@ -92,11 +92,10 @@ def _software() -> Iterator[Finding]:
     )
     found = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if found < OLDEST_TORCH:
-        yield Finding("torch", torch.__version__, "problem", "too old: install torch 2.11 or newer")
+        yield Finding("torch", torch.__version__, "problem", "too old: install torch 2.11 to 2.13")
     elif found > NEWEST_TORCH:
-        yield Finding(
-            "torch", torch.__version__, "note", "newer than any version that Shoal has been tested with"
-        )
+        meaning = "newer than any version that Shoal works with: install torch 2.11 to 2.13"
+        yield Finding("torch", torch.__version__, "problem", meaning)
     else:
         yield Finding("torch", torch.__version__, "ok")
 
