@@ -165,14 +165,28 @@ def test_a_copy_that_widens_takes_longer_than_its_bytes() -> None:
     assert [launch.times for launch in found] == [WIDENING, 1.0]
 
 
-def test_a_unit_is_gathered_by_one_launch_and_its_gradients_are_exchanged_by_one() -> None:
+@pytest.mark.parametrize(
+    ("keys", "operators"),
+    [
+        ({"zero": 2}, ("peer_share", "peer_exchange")),
+        ({"zero": 3}, ("peer_gather", "peer_exchange")),
+        ({"zero": 2, "copy_engines": False}, ("all_gather", "all_to_all")),
+    ],
+    ids=str,
+)
+def test_a_unit_is_gathered_by_one_launch_and_its_gradients_are_exchanged_by_one(
+    keys: dict[str, Any], operators: tuple[str, str]
+) -> None:
     """Of two blocks and what is outside of them, in two steps; 16 bits a parameter, a rank's own part included."""
-    trace = simulate(work()._replace(precision="bf16"), Plan(shard=2, zero=2), Cluster.parse("2 h100"))
+    plan = Plan.model_validate({"shard": 2, **keys})
+    trace = simulate(work()._replace(precision="bf16"), plan, Cluster.parse("2 h100"))
     sent = [event for event in trace.events if isinstance(event, Launch) and event.kind == "collective"]
     parameters = sum(parameter.numel() for parameter in dense().parameters())
-    for operator in ("all_gather", "all_to_all"):
+    for operator, forward_too in zip(operators, (True, False), strict=True):
         sizes = [launch.nbytes for launch in sent if launch.operator == operator]
-        assert len(sizes) == 2 * 3 and sum(sizes) == 2 * 2 * parameters
+        again = 2 if forward_too and plan.zero_stage == 3 else 0  # blocks are gathered for backward once more
+        assert len(sizes) == 2 * (3 + again)
+        assert again or sum(sizes) == 2 * 2 * parameters
     assert not [launch for launch in sent if launch.operator == "reduce_scatter"]
 
 
