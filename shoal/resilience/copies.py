@@ -60,6 +60,8 @@ class Copies:
         self._in_time = ALL  # bytes that pass before the next update
         self._needed = 0  # bytes of the device's memory that steps have had
         self._most_aside = 0  # beside them, bytes of copies
+        self.aside: list[Tensor] = []
+        """copies on the device that have not passed yet"""
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -98,9 +100,9 @@ class Copies:
         held_up_s = time.monotonic() - began
         if not before.query():  # the device had the step before to do all the while
             held_up_s = 0.0
-        self._passing = passing
+        self._passing, self.aside = passing, list(aside.values())
         self._thread = threading.Thread(
-            target=self._when_copied, args=(passing, (sources, aside), then, held_up_s), daemon=True
+            target=self._when_copied, args=(passing, sources, then, held_up_s), daemon=True
         )
         self._thread.start()
 
@@ -152,11 +154,12 @@ class Copies:
         return free + torch.cuda.memory_reserved(self._device) - self._needed - int(SPARE * total)
 
     def _when_copied(
-        self, passing: _Passing, held: Any, then: Callable[[float], None], held_up_s: float
+        self, passing: _Passing, held: list[Tensor], then: Callable[[float], None], held_up_s: float
     ) -> None:
-        """`held` keeps what is read until it has passed, copies on the device and what those were made of."""
+        """`held` keeps what is read, also by copies on the device, until all has passed."""
         try:
             passing.copied.synchronize()
+            self.aside = []
             self._in_time = passing.in_time
             then(held_up_s + passing.late_s)
         except Exception as error:  # of the device; told by who waits

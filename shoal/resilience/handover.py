@@ -56,6 +56,11 @@ class HandOver:
         """Whether the next save only asks the device for copies."""
         return self._copies is not None and self._copies.on_gpu
 
+    @property
+    def copies(self) -> list[Tensor]:
+        """On the device, of what is being saved."""
+        return self._copies.aside if self._copies is not None else []
+
     def wait(self, on_progress: Callable[[], None] = lambda: None) -> float:
         """Wait until the last save is a checkpoint, or has failed; returns the seconds that took, 0 if it was so already.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shoal.observe import host
 from shoal.observe.metrics import GIB
+from shoal.resilience.handover import HandOver
 from shoal.resilience.memory import is_out_of_memory
 from shoal.train.step import Step
 
@@ -22,17 +23,23 @@ LARGEST = 4  # sizes of blocks that are told
 
 
 @contextmanager
-def memory_told(step: Step, device: torch.device) -> Generator[None]:
+def memory_told(step: Step, device: torch.device, saves: HandOver | None = None) -> Generator[None]:
     """Around training: an error for want of memory goes on with what filled it.
 
     What it held is held still, by the frames of the error.
+
+    Args:
+        saves: what may have copies on the device.
     """
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
             with suppress(Exception):  # nothing may hide the error itself
-                for line in what_fills(step.optimizer.held(), device, step.shared_bytes):
+                held = step.optimizer.held()
+                if saves is not None and saves.copies:
+                    held["copies of what is saved"] = saves.copies
+                for line in what_fills(held, device, step.shared_bytes):
                     error.add_note(line)
         raise
 

@@ -64,7 +64,7 @@ def _to_the_end(training: Training, done: int, stop: StopFlag) -> int:
     """Train from `done` on, save and conclude; returns the steps that are done."""
     with training.progress:
         introduce(training, done)
-        with Pauses() as pauses, memory_told(training.step, training.world.device):
+        with Pauses() as pauses, memory_told(training.step, training.world.device, training.saves):
             done, stopped = _train_past_spikes(training, done, stop, pauses)
         if not stopped:
             _evaluate(training, done)

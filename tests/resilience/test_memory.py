@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from shoal.plan import Plan
 from shoal.resilience.memory import is_out_of_memory, lighter
-from shoal.train.filled import blocks_by_kind, what_fills
+from shoal.train.filled import blocks_by_kind, memory_told, what_fills
 from tests.resilience.test_goes_on import Ran, ran
 
 PLAN = {"shard": 2, "micro_batch": 4}
@@ -146,3 +147,13 @@ def test_on_a_cpu_the_process_and_the_host_are_told() -> None:
     first, second = what_fills({"parameters": [torch.zeros(1 << 20)]}, torch.device("cpu"))
     assert first.startswith("this process holds ")
     assert second == "of it parameters 4.0 MiB; the rest is activations and the program"
+
+
+def test_copies_of_what_is_being_saved_are_told_by_name() -> None:
+    optimizer = SimpleNamespace(held=lambda: {"parameters": [torch.zeros(1 << 20)]})
+    step: Any = SimpleNamespace(optimizer=optimizer, shared_bytes=0)
+    for copies, told in (([torch.zeros(1 << 19)], ", copies of what is saved 2.0 MiB;"), ([], ";")):
+        saves: Any = SimpleNamespace(copies=copies)
+        with pytest.raises(MemoryError) as caught, memory_told(step, torch.device("cpu"), saves):
+            raise MemoryError
+        assert f"of it parameters 4.0 MiB{told}" in caught.value.__notes__[1]
