@@ -22,7 +22,7 @@ from shoal.observe.machine import version_of
 from shoal.observe.nvml import Reading, open_nvml
 
 OLDEST_TORCH = (2, 11)
-NEWEST_TORCH = (2, 13)  # the newest that the tests have run on
+NEWEST_TORCH = (2, 14)  # the newest that the tests have run on
 LIVE_S = 12.0
 
 Verdict = Literal["ok", "note", "problem"]
@@ -92,9 +92,9 @@ def _software() -> Iterator[Finding]:
     )
     found = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if found < OLDEST_TORCH:
-        yield Finding("torch", torch.__version__, "problem", "too old: install torch 2.11 to 2.13")
+        yield Finding("torch", torch.__version__, "problem", "too old: install torch 2.11 to 2.14")
     elif found > NEWEST_TORCH:
-        meaning = "newer than any version that Shoal works with: install torch 2.11 to 2.13"
+        meaning = "newer than any version that Shoal works with: install torch 2.11 to 2.14"
         yield Finding("torch", torch.__version__, "problem", meaning)
     else:
         yield Finding("torch", torch.__version__, "ok")
