@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.earlier import measured
 from benchmarks.estimators_calculon import Calculon
-from benchmarks.reality import HERE, Real, measured
+from benchmarks.reality import HERE, Real
 from shoal.config import Settings, apply_overrides, load, parse
 from shoal.models.presets import LlamaDims, num_parameters, resolve
 from shoal.plan import Plan

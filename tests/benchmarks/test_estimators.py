@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.earlier import measured
 from benchmarks.estimators import (
     CALCULON,
     NAMES,
@@ -23,7 +24,6 @@ from benchmarks.estimators import (
     times,
 )
 from benchmarks.estimators_calculon import Calculon
-from benchmarks.reality import measured
 from shoal.models.presets import LlamaDims, num_parameters
 from shoal.plan import Plan
 

@@ -6,9 +6,10 @@ import socket
 import time
 
 import pytest
+import torch
 
 from shoal.observe import doctor
-from shoal.observe.doctor import examine, leftovers, live_ranks
+from shoal.observe.doctor import _software, examine, leftovers, live_ranks
 from shoal.parallel import flash
 
 
@@ -48,6 +49,19 @@ def test_a_faster_attention_kernel_is_told_of(
     assert list(doctor._attention([(8, 0)])) == []
     (finding,) = doctor._attention([(8, 0), (9, 0)])
     assert (finding.verdict, finding.meaning) == (verdict, meaning)
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"),
+    [("2.10.1", "problem"), ("2.11.0+cu130", "ok"), ("2.14.1", "ok"), ("2.15.0+cu132", "problem")],
+)
+def test_a_torch_that_is_not_tested_is_a_problem(
+    version: str, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    (found,) = [finding for finding in _software() if finding.name == "torch"]
+    assert found.verdict == verdict
+    assert verdict == "ok" or "install torch 2.11 to 2.14" in found.meaning
 
 
 def test_ranks_that_cannot_talk_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
