@@ -11,7 +11,8 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from shoal.bench.breakdown import STEP, Breakdown, break_down
 from shoal.bench.trace import OURS, read_trace
 from shoal.data.cut import StepBatch
-from shoal.train.step import Step, StepResult
+from shoal.train.result import StepResult
+from shoal.train.step import Step
 from shoal.world import World
 
 UNRECORDED = 1  # the profiler's own start takes time in the first step that it sees

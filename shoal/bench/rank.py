@@ -24,8 +24,8 @@ from shoal.observe.status import RankStatus
 from shoal.run import Run
 from shoal.train.loop import Clock
 from shoal.train.pauses import Pauses
+from shoal.train.result import StepResult
 from shoal.train.setup import Training, set_up
-from shoal.train.step import StepResult
 from shoal.train.tell import whole_parameters
 from shoal.world import World
 

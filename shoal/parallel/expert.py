@@ -26,6 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from shoal.layout import Layout
 from shoal.models.grouped import rows_of, take_rows
 from shoal.parallel.collectives import all_to_all, exchange_rows
+from shoal.parallel.host import Mail
 from shoal.parallel.layout import modules_named
 from shoal.parallel.tensor import local_part, use_as, with_local_parameters
 from shoal.plan import Plan
@@ -130,7 +131,7 @@ def _rows_sent(mine: Tensor, theirs: Tensor, rows: int) -> tuple[list[int], list
     if is_simulated():
         even = rows_of(mine.sum(1), rows)
         return even, even
-    send, receive = torch.stack((mine.sum(1), theirs.sum(1))).tolist()
+    send, receive = Mail().send(torch.stack((mine.sum(1), theirs.sum(1)))).read()
     return send, receive
 
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from shoal.checkpoint.store import plan_save
 from shoal.checkpoint.write import item_bytes
 from shoal.observe.host import memory
-from shoal.resilience.copies import Copies
+from shoal.resilience.copies import Copies, Making
 from shoal.resilience.saver import BOARD, SAVES, Bell, Handed, Saver, Ways, wanted, ways_of
 from shoal.run import CheckpointPolicy, Run
 from shoal.world import DeadlineError, World, WorldError
@@ -46,6 +46,7 @@ class HandOver:
         self._ways, self._world = ways, world
         self._bell = self._board = -1
         self._generation = 0
+        self._making: Making | None = None
         self._copies: Copies | None = None
         self._handed = 0
         self._token = ""
@@ -94,7 +95,7 @@ class HandOver:
     ) -> bool:
         """Hand over the state after `done` steps; the save before is done with. False, on all ranks, if there is no room for it.
 
-        The first time this is collective: it plans.
+        The first time this is collective.
 
         Args:
             state: the same tensors at every step. facts: for the manifest.
@@ -104,7 +105,7 @@ class HandOver:
             CheckpointError: on all ranks: the state holds something that is no tensor, or cannot be planned.
         """
         if self._copies is None and not self.problem:
-            self._prepare(state)
+            self._copies = self._made(state)
         if self._copies is None:
             return False
         self._handed += 1
@@ -114,7 +115,7 @@ class HandOver:
 
     def close(self) -> None:
         """Let go of what the launcher holds."""
-        self._copies = None
+        self._making = self._copies = None
         for file in (self._bell, self._board):
             if file >= 0:
                 os.close(file)
@@ -124,37 +125,53 @@ class HandOver:
         if self._copies is not None:
             self._copies.before_update()
 
-    def _prepare(self, state: dict[str, Tensor]) -> None:
+    def get_ready(self, state: dict[str, Tensor]) -> None:
+        """Plan how this state is saved, and begin to make the memory for it, which takes seconds. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, as `take` does.
+        """
         planned, resolve = plan_save(state, self._world)
+        on_one = (
+            self._world.size == self._world.local_size
+        )  # else each machine has its own part, about so much
+        own = self._world.local_size * sum(map(item_bytes, planned.items))
+        needed = planned.needed_bytes if on_one else own
+        lack = self._lack_of_memory(needed) if self._world.local_rank == 0 else ""  # before others take any
         self._token = self._world.broadcast_text(secrets.token_hex(16) if self._world.is_main else None)
-        contents = ({}, planned.tensors)
-        places, lack = None, ""
-        try:
-            if self._world.local_rank == 0:
-                on_one = (
-                    self._world.size == self._world.local_size
-                )  # else each machine has its own part, about so much
-                own = self._world.local_size * sum(map(item_bytes, planned.items))
-                lack = self._lack_of_memory(planned.needed_bytes if on_one else own)
+        contents = ({}, planned.tensors) if self._world.is_main else None
+        handed = Handed(_table(planned.items), contents, planned.needed_bytes)
+
+        def make() -> Copies:
+            if lack:
+                raise OSError(lack)
             _require_same(self._ways)
-            if not lack:
-                handed = Handed(
-                    _table(planned.items), contents if self._world.is_main else None, planned.needed_bytes
-                )
-                places = Copies(self._ways.memory, planned.items, resolve, handed, self._world.device)
-                self._bell = os.open(self._ways.bell, os.O_WRONLY)
-                self._board = os.open(self._ways.board, os.O_RDONLY)
-                self._generation = self._read()[2]
+            return Copies(self._ways.memory, planned.items, resolve, handed, self._world.device)
+
+        self._making = Making(make)
+
+    def _made(self, state: dict[str, Tensor]) -> Copies | None:
+        """What `get_ready` began, when all ranks have it; None, and why in `problem`, if one cannot."""
+        if self._making is None:
+            self.get_ready(state)
+        assert self._making is not None
+        made, lack = None, ""
+        try:
+            made = self._making.wait()
+            self._bell = os.open(self._ways.bell, os.O_WRONLY)
+            self._board = os.open(self._ways.board, os.O_RDONLY)
+            self._generation = self._read()[2]
         except OSError as error:
             lack = f"rank {self._world.rank} cannot have the memory to hand over in: {error}"
+        self._making = None
         try:
             self._world.barrier("hand saves over", lack)
         except DeadlineError:
             raise
         except WorldError as error:
             self.problem = f"saves hold the ranks up: {error}"
-        else:
-            self._copies = places
+            return None
+        return made
 
     def _ring(self, done: int, began: float, stall_s: float, keep: int) -> None:
         assert self._copies is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 from torch import Tensor
 
@@ -25,6 +26,15 @@ def save_or_go_on(training: Training, done: int) -> None:
         if training.world.is_main:
             training.run.event("save failed", step=done, reason=str(error))
         training.progress.say(f"NOT saved: {error}")
+
+
+def get_ready_to_save(training: Training, done: int) -> None:
+    """Begin to make what saves are handed over in, if one is due before the end."""
+    every, saves = training.settings.checkpoint.every, training.saves
+    if saves is None or not every or (done // every + 1) * every >= training.settings.train.steps:
+        return
+    with suppress(CheckpointError):  # which the first save says
+        saves.get_ready(training.state())
 
 
 def _hand_over(training: Training, done: int) -> bool:

@@ -19,13 +19,20 @@ from shoal.resilience.handover import hand_over
 from shoal.run import Run
 from shoal.train.evaluate import Evaluation, evaluate
 from shoal.train.filled import memory_told
-from shoal.train.keep import compare_copies, copy_to_memory, save_and_wait, save_or_go_on, wait_for_save
+from shoal.train.keep import (
+    compare_copies,
+    copy_to_memory,
+    get_ready_to_save,
+    save_and_wait,
+    save_or_go_on,
+    wait_for_save,
+)
 from shoal.train.load import go_back, goes_on, resume
 from shoal.train.nonfinite import find_cause
 from shoal.train.pauses import Pauses
+from shoal.train.result import StepResult
 from shoal.train.setup import Training, set_up
 from shoal.train.spikes import Span, SpikeError
-from shoal.train.step import StepResult
 from shoal.train.tell import already_done, conclude, introduce
 from shoal.world import World
 
@@ -65,6 +72,7 @@ def _to_the_end(training: Training, done: int, stop: StopFlag) -> int:
     with training.progress:
         introduce(training, done)
         with Pauses() as pauses, memory_told(training.step, training.world.device, training.saves):
+            get_ready_to_save(training, done)
             done, stopped = _train_past_spikes(training, done, stop, pauses)
         if not stopped:
             _evaluate(training, done)

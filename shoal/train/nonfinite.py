@@ -21,8 +21,9 @@ from shoal.data.cut import MicroBatch
 from shoal.parallel.replicate import core
 from shoal.tensors import tensors_in
 from shoal.train.optimizer import local
+from shoal.train.result import StepResult
 from shoal.train.squares import sum_of_squares
-from shoal.train.step import Step, StepResult
+from shoal.train.step import Step
 from shoal.train.watch import Sight, first_bad, watched
 from shoal.world.meeting import ranks_text
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from shoal.job import Optimizer, Precision
 from shoal.parallel.apply import accumulation
 from shoal.parallel.balance import Balance
 from shoal.parallel.direct import gather_ahead, gathered_first, stays
+from shoal.parallel.host import Mail
 from shoal.parallel.initialise import seed_of
 from shoal.parallel.pipeline import Pipeline
 from shoal.parallel.places import Places
@@ -39,75 +40,11 @@ from shoal.train.kernels import attention_kernels
 from shoal.train.objective import Objective, output_of
 from shoal.train.optimizer import LocalOptimizer
 from shoal.train.recorded import Brought, Pass, Recorded, Work, as_pass
+from shoal.train.result import StepResult
 from shoal.train.scale import LossScale
 from shoal.train.schedule import learning_rate
 from shoal.train.squares import Squares
 from shoal.world import World
-
-
-class Numbers(NamedTuple):
-    """A step's numbers, equal on all ranks."""
-
-    loss: float
-    """mean over the global batch, before the update"""
-    grad_norm: float
-    """global L2 norm of that mean's gradient, before clipping"""
-    weight: float
-    """what the loss is a mean of: tokens with a label, or samples"""
-    skipped: bool
-    """the update was left out: the norm was not finite, or nothing had weight"""
-    stop: bool
-    """some rank asks all to stop after this step"""
-
-
-class StepResult:
-    """Numbers that may still be on their way from the device; reading one waits for the step, and for nothing after it."""
-
-    def __init__(self, batch: StepBatch, lr: float, values: Tensor, losses: Tensor) -> None:
-        self.step = batch.step
-        self.lr = lr
-        self.batch, self.losses = batch, losses
-        self._numbers: Numbers | None = None
-        self._values, self._arrived = values, None
-        if values.is_cuda:
-            # copied now, since a copy that is asked for later waits for all that was launched in between
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event(enable_timing=True)
-            self._arrived.record()
-
-    def seconds_after(self, earlier: StepResult) -> float | None:
-        """From the end of an earlier step to the end of this one, by the device's clock; None on a CPU."""
-        if self._arrived is None or earlier._arrived is None:
-            return None
-        self._arrived.synchronize()
-        return earlier._arrived.elapsed_time(self._arrived) / 1000
-
-    @property
-    def numbers(self) -> Numbers:
-        if self._numbers is None:
-            if self._arrived is not None:
-                self._arrived.synchronize()
-            loss, norm, weight, skipped, stop = self._values.tolist()
-            self._numbers = Numbers(loss, norm, weight, skipped > 0, stop > 0)
-        return self._numbers
-
-    @property
-    def loss(self) -> float:
-        return self.numbers.loss
-
-    @property
-    def grad_norm(self) -> float:
-        return self.numbers.grad_norm
-
-    @property
-    def tokens(self) -> int:
-        """Labels that counted (samples, for a plain loss)."""
-        return round(self.numbers.weight)
-
-    @property
-    def skipped(self) -> bool:
-        return self.numbers.skipped
 
 
 class Step:
@@ -167,7 +104,7 @@ class Step:
         self._averaged = plan.replicate if isinstance(model, DistributedDataParallel) else 1
         self._squares = Squares(self.optimizer.parameters, plan, world, self._spread, self._sum_type)
         self._places = Places(model, self.optimizer.parameters)
-        self._bound = False
+        self._bound, self._mail = False, Mail()
         self._recorded = self._recording() if plan.cuda_graphs else None
         self.on_micro_batch: Callable[[int], None] = lambda index: None
         """told the number of each micro-batch before its forward"""
@@ -197,7 +134,7 @@ class Step:
         self._on_phase("update", batch.step)
         lr = learning_rate(self.optimizer.settings, batch.step, self._total_steps)
         values = self._update(sums, lr, ahead)
-        return StepResult(batch, lr, values, found.losses)
+        return StepResult(batch, lr, self._mail.send(values), found.losses)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Pass:
         """Gradients of the factored sum of losses, into the parameters. Collective."""

@@ -258,6 +258,33 @@ def test_a_save_that_hangs_is_given_up_and_never_becomes_a_checkpoint(
     assert len(events(tmp_path, "save")) == 1
 
 
+def test_what_saves_are_handed_over_in_is_made_before_the_first(tmp_path: Path) -> None:
+    with saver_of(tmp_path, 1) as made, join_world(rank=0, size=1, device="cpu") as world:
+        hand_over = HandOver(made.ways[0], world)
+        hand_over.get_ready(state(1))
+        assert hand_over._making is not None
+        there = hand_over._making.wait()
+        assert Path(made.ways[0].memory).stat().st_blocks * 512 >= there.handed_at[0]
+        assert hand_over.take(1, state(1), {}, time.monotonic(), keep=2)
+        assert hand_over._copies is there
+        hand_over.wait()
+    (found,) = list_checkpoints(tmp_path / "checkpoints")[0]
+    assert dict(whole_tensors(found))["model.weight"].unique().tolist() == [1.0]
+
+
+def test_memory_that_cannot_be_made_is_told_by_the_first_save(tmp_path: Path) -> None:
+    with saver_of(tmp_path, 1) as made, join_world(rank=0, size=1, device="cpu") as world:
+        hand_over = HandOver(made.ways[0], world)
+        with patch("shoal.resilience.copies._reserve", side_effect=OSError(28, "No space left on device")):
+            hand_over.get_ready(state(1))
+            assert hand_over._making is not None
+            with pytest.raises(OSError, match="No space left"):
+                hand_over._making.wait()
+        assert not hand_over.problem
+        assert not hand_over.take(1, state(1), {}, time.monotonic(), keep=2)
+        assert "rank 0 cannot have the memory to hand over in: [Errno 28] No space left" in hand_over.problem
+
+
 def test_where_there_is_no_room_for_a_copy_ranks_are_told_to_write_themselves(tmp_path: Path) -> None:
     with saver_of(tmp_path, 1) as made, join_world(rank=0, size=1, device="cpu") as world:
         hand_over = HandOver(made.ways[0], world)

@@ -73,7 +73,7 @@ def hand_over(world: World, ways: tuple[Ways, ...], ranks: int = 3) -> None:
         assert made.take(5, state, {"job": {}}, time.monotonic(), keep=2)
         made.wait()
     else:
-        made._prepare(state)
+        made._made(state)
 
 
 def save_once(folder: Path, ranks: int = 3, deadline_s: float = 30.0) -> str:

@@ -23,7 +23,8 @@ from shoal.train.loop import train
 from shoal.train.nonfinite import Cause, Place, Seen, find_cause, judge
 from shoal.train.objective import NextToken, Supervised
 from shoal.train.optimizer import SGD, AdamW
-from shoal.train.step import Step, StepResult
+from shoal.train.result import StepResult
+from shoal.train.step import Step
 from shoal.train.watch import Sight, all_finite, visible
 from shoal.world import World
 from tests.ranks import run_all, run_ranks

@@ -1,0 +1,57 @@
+"""When the memory that saves are handed over in is made."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from shoal.checkpoint.folder import CheckpointError
+from shoal.train.keep import get_ready_to_save
+from shoal.train.setup import Training
+
+
+class Saves:
+    """Notes what it was told to get ready for."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.states: list[Any] = []
+        self._error = error
+
+    def get_ready(self, state: Any) -> None:
+        self.states.append(state)
+        if self._error is not None:
+            raise self._error
+
+
+def training_of(every: int, steps: int, saves: Saves | None) -> Training:
+    settings = SimpleNamespace(checkpoint=SimpleNamespace(every=every), train=SimpleNamespace(steps=steps))
+    return cast(Training, SimpleNamespace(settings=settings, saves=saves, state=lambda: {"a": 1}))
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "done", "due"),
+    [
+        (10, 100, 0, True),
+        (10, 100, 89, True),
+        (10, 100, 90, False),  # the last one is waited for
+        (100, 100, 0, False),
+        (0, 100, 0, False),
+        (7, 100, 92, True),
+        (7, 98, 92, False),
+    ],
+)
+def test_it_is_made_before_the_first_step_if_a_save_comes(
+    every: int, steps: int, done: int, due: bool
+) -> None:
+    saves = Saves()
+    get_ready_to_save(training_of(every, steps, saves), done)
+    assert saves.states == ([{"a": 1}] if due else [])
+
+
+def test_nobody_to_hand_over_to_and_a_state_that_cannot_be_saved_do_not_end_a_run() -> None:
+    get_ready_to_save(training_of(10, 100, None), 0)
+    saves = Saves(CheckpointError("no tensor"))
+    get_ready_to_save(training_of(10, 100, saves), 0)
+    assert len(saves.states) == 1
