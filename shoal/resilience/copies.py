@@ -3,12 +3,14 @@
 [Note: copies beside the next step] On a GPU copies run on a stream of their own. Nothing but the update, and the forward pass for
 buffers, writes into what is copied: the update's stream waits for the copies (`before_update`), and buffers are copied on the
 device first. A thread waits for the last copy and rings; the host never does. On a CPU the copy is made at once. To make the
-memory and lock it takes 0.4 s a gigabyte: a thread does that while first steps are compiled (`Making`).
+memory and lock it takes 0.4 s a gigabyte: a thread does that beside the first steps (`Making`), but not where they are recorded:
+CUDA records nothing while another thread asks for memory.
 
 [Note: what does not pass in time] There is one step until the next update, and an H200's link to host memory takes 54 GB a second
 (`planner/profiles/h200.json`). Of a larger state the rest is copied on the device first, where it has room, and passes while the
-step after is taken. How much that is, the save before has shown; the first copies all, so that later ones find the memory in
-torch's cache (0.19 s for 17 GB that it had to ask for). Steps may come to need more room than they did: some stays free.
+step after is taken. How much that is, the save before has shown; the first copies all. The device takes 11 ms for each gigabyte
+that torch asks it for, so torch's cache has them from the beginning (`keep_room`). Steps may come to need more room than they did:
+some stays free.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -27,7 +30,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from shoal.checkpoint.layout import HEADER_BYTES
 from shoal.checkpoint.write import item_bytes
-from shoal.parallel.host import Lane, lock_in_place
+from shoal.parallel.host import PIECE, Lane, lock_in_pieces
 from shoal.resilience.saver import Handed
 from shoal.resilience.snapshot import opened
 
@@ -46,7 +49,10 @@ class Copies:
         resolve: Callable[[dict[str, Tensor]], list[Tensor]],
         handed: Handed,
         device: torch.device,
+        *,
+        patient: bool,
     ) -> None:
+        """`patient`: others use the device meanwhile."""
         self._items, self._resolve, self._device = items, resolve, device
         self.on_gpu = device.type == "cuda"
         self._path, self._handed, self._told = path, handed, b""
@@ -56,7 +62,8 @@ class Copies:
         _reserve(path, at)
         self._memory = opened(path, at)
         if self.on_gpu:
-            lock_in_place(self._memory, self._device)  # if it cannot be, the host waits for each copy
+            # what cannot be is no error: the host waits for each copy into it
+            lock_in_pieces(self._memory, self._device, rest=patient)
         self._lane = Lane(self._device)
         self._passing: _Passing | None = None
         self._in_time = 0  # bytes that pass before the next update, as far as is known
@@ -79,6 +86,18 @@ class Copies:
         finally:
             os.close(file)
         self._told, self.handed_at = told, (at, len(told))
+
+    def keep_room(self, state: dict[str, Tensor]) -> None:
+        """Have torch's cache get what copies on the device will need: the device stands still while it is asked for more."""
+        if not self.on_gpu:
+            return
+        sizes = [source.nbytes if source.is_cuda else 0 for source in self._resolve(state)]
+        free, total = torch.cuda.mem_get_info(self._device)
+        room = (free - int(SPARE * total)) // 2  # of the rest steps have not had theirs yet
+        chosen = set_aside(sizes, sum(sizes), room)
+        with suppress(torch.OutOfMemoryError), self._lane.run():
+            held = [torch.empty(sizes[number], dtype=torch.uint8, device=self._device) for number in chosen]
+            self._most_aside = sum(map(len, held))
 
     def fill(self, state: dict[str, Tensor], then: Callable[[float], None], began: float) -> None:
         """Copy the state, and call `then` with the seconds that this held the rank up, when it is there."""
@@ -127,10 +146,15 @@ class Copies:
     def _copy(self, numbered: Iterable[tuple[int, Tensor]]) -> None:
         """Ask for copies of items to where they lie."""
         for number, source in numbered:
-            if size := source.nbytes:
-                at = self._begins[number]
-                place = self._memory[at : at + size].view(source.dtype).view(source.shape)
-                place.copy_(source, non_blocking=True)
+            if not (size := source.nbytes):
+                continue
+            at = self._begins[number]
+            place = self._memory[at : at + size]
+            if source.is_cuda:
+                for part, begin in in_pieces(place, at):
+                    part.copy_(_bytes(source)[begin : begin + len(part)], non_blocking=True)
+            else:
+                place.view(source.dtype).view(source.shape).copy_(source)
 
     def _aside(self, sources: list[Tensor], sizes: list[int]) -> dict[int, Tensor]:
         """Copies on the device of what does not pass in time, as far as there is room, by the items' numbers.
@@ -235,6 +259,20 @@ def passes_in(until_s: float, all_s: float, nbytes: int) -> int:
     return int(SURELY * until_s / all_s * nbytes) if all_s > 0 else ALL
 
 
+def in_pieces(place: Tensor, at: int) -> Iterator[tuple[Tensor, int]]:
+    """What lies from `at` on of memory that was locked in pieces, cut where these end; and where in `place` each begins.
+
+    Example:
+        >>> [(len(part), begin) for part, begin in in_pieces(torch.empty(10 + PIECE, dtype=torch.uint8), PIECE - 4)]
+        [(4, 0), (268435456, 4), (6, 268435460)]
+    """
+    begin = 0
+    while begin < len(place):
+        end = min(len(place), begin + PIECE - (at + begin) % PIECE)
+        yield place[begin:end], begin
+        begin = end
+
+
 def set_aside(sizes: Sequence[int], late: int, room: int) -> list[int]:
     """The numbers of those to be copied on the device, the last first: `late` bytes or more, as far as there is room.
 
@@ -251,6 +289,10 @@ def set_aside(sizes: Sequence[int], late: int, room: int) -> list[int]:
             chosen.append(number)
             taken += sizes[number]
     return chosen
+
+
+def _bytes(source: Tensor) -> Tensor:
+    return source.contiguous().view(-1).view(torch.uint8)
 
 
 def _steady(item: WriteItem, data: Tensor) -> Tensor:

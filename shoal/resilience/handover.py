@@ -125,8 +125,11 @@ class HandOver:
         if self._copies is not None:
             self._copies.before_update()
 
-    def get_ready(self, state: dict[str, Tensor]) -> None:
+    def get_ready(self, state: dict[str, Tensor], *, patient: bool = True) -> None:
         """Plan how this state is saved, and begin to make the memory for it, which takes seconds. Collective.
+
+        Args:
+            patient: the device is in use meanwhile; else its making ends earlier.
 
         Raises:
             CheckpointError: on all ranks, as `take` does.
@@ -146,14 +149,18 @@ class HandOver:
             if lack:
                 raise OSError(lack)
             _require_same(self._ways)
-            return Copies(self._ways.memory, planned.items, resolve, handed, self._world.device)
+            made = Copies(
+                self._ways.memory, planned.items, resolve, handed, self._world.device, patient=patient
+            )
+            made.keep_room(state)
+            return made
 
         self._making = Making(make)
 
     def _made(self, state: dict[str, Tensor]) -> Copies | None:
         """What `get_ready` began, when all ranks have it; None, and why in `problem`, if one cannot."""
         if self._making is None:
-            self.get_ready(state)
+            self.get_ready(state, patient=False)
         assert self._making is not None
         made, lack = None, ""
         try:

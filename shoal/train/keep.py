@@ -29,9 +29,11 @@ def save_or_go_on(training: Training, done: int) -> None:
 
 
 def get_ready_to_save(training: Training, done: int) -> None:
-    """Begin to make what saves are handed over in, if one is due before the end."""
+    """Begin to make what saves are handed over in, if one is due before the end and no step is to be recorded meanwhile."""
     every, saves = training.settings.checkpoint.every, training.saves
-    if saves is None or not every or (done // every + 1) * every >= training.settings.train.steps:
+    if saves is None or training.step.is_recorded:
+        return
+    if not every or (done // every + 1) * every >= training.settings.train.steps:
         return
     with suppress(CheckpointError):  # which the first save says
         saves.get_ready(training.state())

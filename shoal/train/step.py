@@ -181,6 +181,11 @@ class Step:
             torch.cuda.empty_cache()
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether forward and backward are, or will be, replayed by the device."""
+        return self._recorded is not None
+
+    @property
     def shared_bytes(self) -> int:
         """Memory of this rank's GPU that others read, of which torch's allocator does not know."""
         return self._places.nbytes

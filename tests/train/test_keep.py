@@ -25,9 +25,10 @@ class Saves:
             raise self._error
 
 
-def training_of(every: int, steps: int, saves: Saves | None) -> Training:
+def training_of(every: int, steps: int, saves: Saves | None, *, recorded: bool = False) -> Training:
     settings = SimpleNamespace(checkpoint=SimpleNamespace(every=every), train=SimpleNamespace(steps=steps))
-    return cast(Training, SimpleNamespace(settings=settings, saves=saves, state=lambda: {"a": 1}))
+    step = SimpleNamespace(is_recorded=recorded)
+    return cast(Training, SimpleNamespace(settings=settings, saves=saves, step=step, state=lambda: {"a": 1}))
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,12 @@ def test_it_is_made_before_the_first_step_if_a_save_comes(
     saves = Saves()
     get_ready_to_save(training_of(every, steps, saves), done)
     assert saves.states == ([{"a": 1}] if due else [])
+
+
+def test_it_is_made_by_the_first_save_where_a_device_records_its_steps() -> None:
+    saves = Saves()
+    get_ready_to_save(training_of(10, 100, saves, recorded=True), 0)
+    assert saves.states == []
 
 
 def test_nobody_to_hand_over_to_and_a_state_that_cannot_be_saved_do_not_end_a_run() -> None:
