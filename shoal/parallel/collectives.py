@@ -25,8 +25,11 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         return x
     if _leads(x, dim):  # no copy is needed where only one row lies before `dim`
         shape = (*x.shape[:dim], x.shape[dim] * group.size(), *x.shape[dim + 1 :])
-        return _wait(_gather_in_order(x.reshape(x.shape[dim:]), 0, group)).view(shape)
-    return _wait(_gather_in_order(x.contiguous(), dim, group))
+        return _wait(_gather_in_order(x.reshape(x.shape[dim:]).contiguous(), 0, group)).view(shape)
+    # asked for along `dim`, torch 2.11 joins the parts in a function that its compiler does not enter, which cuts a block's graph
+    # in two and leaves what comes between to Python: along the first dim, and joined here
+    gathered = _wait(_gather_in_order(x.contiguous(), 0, group))
+    return torch.cat(gathered.chunk(group.size()), dim=dim)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -35,7 +38,7 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         return x
     if _leads(x, dim):
         shape = (*x.shape[:dim], x.shape[dim] // group.size(), *x.shape[dim + 1 :])
-        flat = x.reshape(x.shape[dim:])
+        flat = x.reshape(x.shape[dim:]).contiguous()
         return _wait(_scatter_in_order(flat, "sum", 0, group)).view(shape)
     return _wait(_scatter_in_order(x.contiguous(), "sum", dim, group))
 
