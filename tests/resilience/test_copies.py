@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shoal.checkpoint.folder import list_checkpoints
 from shoal.checkpoint.plain import whole_tensors
-from shoal.resilience.copies import ALL, passes_in, set_aside
+from shoal.parallel.host import PIECE
+from shoal.resilience.copies import ALL, in_pieces, passes_in, set_aside
 from shoal.resilience.handover import HandOver
 from shoal.world import World, join_world
 from tests.resilience.test_saver import saver_of
@@ -46,6 +47,25 @@ def test_what_passes_in_time_is_told_by_how_long_all_of_it_took() -> None:
     assert passes_in(1.0, 2.0, 1000) == 450
     assert passes_in(0.0, 2.0, 1000) == 0
     assert passes_in(0.0, 0.0, 1000) == ALL  # nothing was on the device
+
+
+@pytest.mark.parametrize(
+    ("at", "size", "cut"),
+    [
+        (0, 5, [(5, 0)]),
+        (PIECE - 4, 4, [(4, 0)]),
+        (PIECE - 4, 10, [(4, 0), (6, 4)]),
+        (PIECE, 3, [(3, 0)]),
+        (7, 2 * PIECE, [(PIECE - 7, 0), (PIECE, PIECE - 7), (7, 2 * PIECE - 7)]),
+    ],
+)
+def test_a_copy_reaches_from_no_locked_piece_into_the_next(
+    at: int, size: int, cut: list[tuple[int, int]]
+) -> None:
+    place = torch.empty(size, dtype=torch.uint8)
+    found = list(in_pieces(place, at))
+    assert [(len(part), begin) for part, begin in found] == cut
+    assert all(part.data_ptr() == place.data_ptr() + begin for part, begin in found)
 
 
 def state_of(step: int, device: str) -> dict[str, Tensor]:
