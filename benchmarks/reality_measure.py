@@ -161,7 +161,7 @@ def _profile(options: argparse.Namespace) -> dict[str, Any]:
         return {}
     try:
         found = bench_device(detect_cluster(), options.ranks, options.profile_s)
-    except BenchError as error:
+    except (BenchError, ValueError) as error:
         return {"no_profile": str(error)[:2000]}
     return {"profile": found.model_dump(mode="json")}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.bench.ask import DEVICE_TARGET, read_answers, write_seconds
+from shoal.bench.device_steps import in_steps
 from shoal.bench.step import BenchError
 from shoal.cluster import Cluster
 from shoal.config import Settings
@@ -74,7 +75,11 @@ def bench_device(
         outcome = launch(settings, ranks, device=device, target=DEVICE_TARGET, quiet=quiet)
         if outcome.state != "ok":
             raise BenchError(outcome.report or "stopped before the end")
-        return profile_of(cluster.device.kind, read_answers(run, ranks))
+        answers = read_answers(run, ranks)
+    profile = profile_of(cluster.device.kind, answers)
+    if "steps" not in answers[0]:
+        return profile
+    return in_steps(profile, cluster, over_ranks([answer["steps"] for answer in answers], max))
 
 
 def profile_of(kind: str, answers: Sequence[dict[str, Any]]) -> Profile:
@@ -98,7 +103,8 @@ def profile_of(kind: str, answers: Sequence[dict[str, Any]]) -> Profile:
 
 
 def _measured(answer: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in answer.items() if key not in ("about", "took_s", "collectives")}
+    apart = ("about", "took_s", "collectives", "steps")
+    return {key: value for key, value in answer.items() if key not in apart}
 
 
 def over_ranks(answers: Sequence[Any], combine: Most) -> Any:

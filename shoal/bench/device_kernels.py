@@ -20,6 +20,9 @@ FLOAT8 = "float8_e4m3fn"
 LAYOUTS = ((False, True), (False, False), (True, False))
 
 
+SUSTAINED = (8192, 14336, 4096)  # m, n, k: 1.4 ms on an H100
+
+
 class Both(NamedTuple):
     """Seconds of attention."""
 
@@ -44,6 +47,16 @@ def product_s(stopwatch: Stopwatch, dtype: str, m: int, n: int, k: int, left_s: 
     return statistics.median(
         stopwatch.median(call, share_s) for call in calls(stopwatch.device, dtype, m, n, k)
     )
+
+
+def hot(stopwatch: Stopwatch, left_s: float) -> float:
+    """By how much a linear's products take longer one after the other for seconds than with pauses between; at least 1.
+
+    A GPU at the limit of its power computes the slower the less it pauses.
+    """
+    calls = list(_products(stopwatch.device, "bfloat16", *SUSTAINED))
+    with_pauses = sum(stopwatch.median(call, left_s / 3 / len(calls)) for call in calls)
+    return max(1.0, stopwatch.sustained(calls, left_s * 2 / 3) / with_pauses)
 
 
 def _products(device: torch.device, dtype: str, m: int, n: int, k: int) -> Iterator[Call]:

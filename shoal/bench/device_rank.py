@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.bench import device_collectives, device_host, device_kernels
+from shoal.bench import device_collectives, device_host, device_kernels, device_steps
 from shoal.bench.ask import read_seconds, write_answer
 from shoal.bench.device_sizes import Sizes, sizes_for
 from shoal.bench.stopwatch import Left, Part, Stopwatch, take_turns, visit
@@ -37,6 +37,11 @@ def measure(settings: Settings, world: World, status: RankStatus, stop: StopFlag
             print(f"{name} ({share_s:.1f} s)", file=sys.stderr, flush=True)
 
     answer = measure_all(world, sizes_for(world.device.type), seconds, on_part)
+    if world.device.type == "cuda":  # on a CPU the host is the device
+        answer["steps"] = {}
+        for how in device_steps.KINDS:
+            status.enter(f"{how} steps of a small model", 0)
+            answer["steps"][how] = device_steps.step_s(world, run, status, how)
     answer["took_s"] = time.monotonic() - began
     if world.is_main:
         answer["about"] = facts()
@@ -82,6 +87,8 @@ class Bench:
         ranks, on_gpu = self._world.size, self._world.device.type == "cuda"
         heating = Part("heating", 15, lambda left_s: self._watch.heat(left_s()))
         parts = [*([heating] if on_gpu else []), *self._products()]
+        if on_gpu:
+            parts.append(Part("products without a pause", 5, self.hot))
         parts += [Part("attention", 15, self.attention), Part("element-wise kernels", 7, self.moves)]
         if on_gpu:
             parts.append(Part("copies from the host", 4, self.copies))
@@ -124,6 +131,10 @@ class Bench:
 
         found = visit(self._sizes.products[dtype], seconds, left_s)
         self.found["matmuls"] += [[dtype, *shape, took_s] for shape, took_s in found]
+
+    def hot(self, left_s: Left) -> None:
+        """By how much products take longer than in the samples above."""
+        self.found["hot"] = device_kernels.hot(self._watch, left_s())
 
     def attention(self, left_s: Left) -> None:
         """All shapes, in one type."""

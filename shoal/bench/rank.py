@@ -44,8 +44,8 @@ def measure(settings: Settings, world: World, status: RankStatus, stop: StopFlag
     training = set_up(settings, world, run, status, on_phase=phases.enter)
     setup_s = time.perf_counter() - began
     _forget_setup(world)
-    with closing(_feed(training)) as feed, Pauses() as pauses:
-        course = Course(training, feed, pauses)
+    with closing(feed(training)) as batches_of_job, Pauses() as pauses:
+        course = Course(training, batches_of_job, pauses)
         warmup = course.warm_up(ask.warmup)
         window = course.take(ask.steps)
         answer = course.answer(warmup, window) | {"setup_s": setup_s}
@@ -129,7 +129,7 @@ class Course:
             self.norms.append(numbers.grad_norm)
 
 
-def _feed(training: Training) -> Any:
+def feed(training: Training) -> Any:
     """Batches without an end: how many are needed is known when the devices are hot."""
     settings = training.settings
     return batches(

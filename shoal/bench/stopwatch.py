@@ -23,6 +23,7 @@ Found = TypeVar("Found")
 SAMPLE_S = 2e-3  # shorter calls are repeated until a sample lasts about so long
 MOST_CALLS = 10  # a sample's; more of them would not be launched in time, see [Note: ahead]
 LEAST_SAMPLES, MOST_SAMPLES = 3, 15
+ROUNDS_AHEAD = 4  # that the host launches before it waits
 AHEAD_DIM = 8192  # the product of two such matrices takes an H100 1.5 ms
 
 
@@ -69,6 +70,21 @@ class Stopwatch:
         for _ in range(times):
             call()
         return (time.perf_counter() - began) / times
+
+    def sustained(self, calls: Sequence[Call], seconds: float) -> float:
+        """Seconds of all calls of a GPU together, again and again without a pause, in the second half of so many seconds."""
+        ends: list[torch.cuda.Event] = []
+        until = time.monotonic() + seconds
+        while len(ends) < LEAST_SAMPLES or time.monotonic() < until:
+            for call in calls:
+                call()
+            ends.append(torch.cuda.Event(enable_timing=True))
+            ends[-1].record()
+            if len(ends) > ROUNDS_AHEAD:
+                ends[-ROUNDS_AHEAD].synchronize()
+        self.wait()
+        middle = len(ends) // 2
+        return ends[middle].elapsed_time(ends[-1]) / 1000 / (len(ends) - 1 - middle)
 
     def wait(self) -> None:
         """Until the device has done all that it was given."""

@@ -9,8 +9,8 @@ CUDA records nothing while another thread asks for memory.
 [Note: what does not pass in time] There is one step until the next update, and an H200's link to host memory takes 54 GB a second
 (`planner/profiles/h200.json`). Of a larger state the rest is copied on the device first, where it has room, and passes while the
 step after is taken. How much that is, the save before has shown; the first copies all. The device takes 11 ms for each gigabyte
-that torch asks it for, so torch's cache has them from the beginning (`keep_room`). Steps may come to need more than they did: some
-stays free.
+that torch asks it for, so torch's cache has them from the beginning (`keep_room`). Steps may come to need more than before:
+some stays free.
 """
 
 from __future__ import annotations

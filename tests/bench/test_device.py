@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner, Result
 
+from shoal.bench import device_kernels
 from shoal.bench.device import (
     CPU_SECONDS,
     GPU_SECONDS,
@@ -162,6 +164,7 @@ def test_gpus_are_heated_first_and_measured_in_all_that_they_have(monkeypatch: p
     assert {f"{dtype} products" for dtype in ON_GPU.products} < set(names)
     assert {f"{kind} on {ranks} ranks" for kind in KINDS for ranks in (2, 4)} < set(names)
     assert {"copy engines on 2 ranks", "copy engines on 4 ranks"} < set(names)
+    assert names.index("products without a pause") > names.index("bfloat16 products")
     assert names.index("connecting") < names.index("all_gather on 2 ranks")
     assert {
         "attention",
@@ -171,6 +174,33 @@ def test_gpus_are_heated_first_and_measured_in_all_that_they_have(monkeypatch: p
     } < set(names)
     alone = SimpleNamespace(size=1, device=node.device)
     assert not [part for part in Bench(cast(World, alone), ON_GPU, watch()).parts() if "ranks" in part.name]
+
+
+class Paused:
+    """A stopwatch of a device that computes faster after pauses."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, slower: float) -> None:
+        self._slower = slower
+
+    def median(self, call: Callable[[], object], left_s: float) -> float:
+        return 2.0
+
+    def sustained(self, calls: list[Any], seconds: float) -> float:
+        return self._slower * 2.0 * len(calls)
+
+
+def test_by_how_much_products_take_longer_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_kernels, "SUSTAINED", (8, 8, 8))
+    assert device_kernels.hot(cast(Stopwatch, Paused(1.08)), 1.0) == pytest.approx(1.08)
+    assert device_kernels.hot(cast(Stopwatch, Paused(0.97)), 1.0) == 1.0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_products_are_timed_without_a_pause() -> None:
+    stopwatch = Stopwatch(torch.device("cuda", 0), lambda number: number)
+    assert 1.0 <= device_kernels.hot(stopwatch, 1.0) < 1.5
 
 
 def test_a_time_is_the_median_of_samples() -> None:
