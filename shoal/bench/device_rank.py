@@ -41,7 +41,9 @@ def measure(settings: Settings, world: World, status: RankStatus, stop: StopFlag
         answer["steps"] = {}
         for how in device_steps.KINDS:
             status.enter(f"{how} steps of a small model", 0)
-            answer["steps"][how] = device_steps.step_s(world, run, status, how)
+            answer["steps"][how] = seconds = device_steps.step_s(world, run, status, how)
+            if world.is_main:
+                print(f"{how} steps of a small model: {1e3 * seconds:.1f} ms", file=sys.stderr, flush=True)
     answer["took_s"] = time.monotonic() - began
     if world.is_main:
         answer["about"] = facts()

@@ -6,7 +6,9 @@ made to agree, by the host's time for an operator and for a call of compiled cod
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -85,3 +87,15 @@ def agreeing(
 def _with(profile: Profile, part: str, seconds: float) -> Profile:
     host = Host(**profile.host.model_dump() | {part: seconds})
     return profile.model_copy(update={"host": host})
+
+
+def main() -> int:
+    """What standard input has (a profile, the cluster, seconds of steps) as a profile, on standard output."""
+    ask = json.load(sys.stdin)
+    profile = Profile.model_validate(ask["profile"])
+    print(in_steps(profile, Cluster.parse(ask["on"]), ask["measured"]).model_dump_json())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.bench.device import _in_steps
 from shoal.bench.device_steps import COMPILED, EAGER, MOST, agreeing, in_steps, settings_of, step_s
 from shoal.cluster import Cluster
 from shoal.observe.status import RankStatus
@@ -50,6 +51,17 @@ def test_what_the_planner_says_of_the_same_steps_agrees() -> None:
             measured_s, rel=0.02
         )
     assert in_steps(H200, cluster, {}) == H200
+
+
+def test_it_is_done_in_a_process_that_sees_no_gpu_and_what_fails_there_is_told(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    cluster = Cluster.parse("1x2 h200")
+    found = _in_steps(H200, cluster, {EAGER: 0.050})
+    assert found == in_steps(H200, cluster, {EAGER: 0.050})
+    unknown = H200.model_copy(update={"device": "abacus"})
+    assert _in_steps(unknown, cluster, {EAGER: 0.050}) == unknown
+    assert "the host's time for whole steps is not in the profile: ValueError: " in capfd.readouterr().err
 
 
 def take_steps(world: World, folder: Path) -> float:
