@@ -46,7 +46,8 @@ class Real(NamedTuple):
     on: str
     step_s: float
     allocated_gib: float
-    reserved_gib: float
+    reserved_gib: float | None
+    """None where it was not counted rightly: the file says why"""
     profile: str = ""
     """JSON of what its devices were measured to take; empty: what comes with shoal"""
 
@@ -66,6 +67,10 @@ def main() -> int:
         "torch": torch.__version__,
         "rows": records,
         "summary": summary(records),
+        "by_file": {
+            file: summary([record for record in records if record["file"] == file])
+            for file in dict.fromkeys(record["file"] for record in records)
+        },
     }
     if options.out:
         write_whole(options.out, json.dumps(kept, indent=1) + "\n")
@@ -144,7 +149,7 @@ def predict(real: Real) -> dict[str, Any]:
         shown[key] = {
             "predicted": round(predicted, 4),
             "measured": found,
-            "error": round(predicted / found - 1, 4),
+            "error": None if found is None else round(predicted / found - 1, 4),
         }
     return shown | {"parts": said["step"]["parts"]}
 
@@ -153,7 +158,8 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Mean and worst of the errors without their signs."""
     found = {}
     for key in ("step_s", "allocated_gib", "reserved_gib"):
-        errors = [abs(record[key]["error"]) for record in records if key in record]
+        told = [record[key]["error"] for record in records if key in record]
+        errors = [abs(error) for error in told if error is not None]
         if errors:
             found[key] = {
                 "rows": len(errors),
@@ -177,8 +183,7 @@ def table(records: list[dict[str, Any]]) -> str:
             )
             continue
         cells = [
-            f"{record[key]['predicted'] * scale:.{digits}f} / {record[key]['measured'] * scale:.{digits}f} "
-            f"({record[key]['error']:+.1%})"
+            _cell(record[key], scale, digits)
             for key, scale, digits in (("allocated_gib", 1, 2), ("reserved_gib", 1, 2), ("step_s", 1000, 1))
         ]
         lines.append(f"| {record['name']} | {record['on']} | {' | '.join(cells)} |")
@@ -187,6 +192,13 @@ def table(records: list[dict[str, Any]]) -> str:
             f"\n{key}: mean {each['mean']:.1%}, median {each['median']:.1%}, worst {each['worst']:.1%}"
         )
     return "\n".join(lines)
+
+
+def _cell(figure: dict[str, float | None], scale: float, digits: int) -> str:
+    said, measured, error = ((figure[key] or 0.0) for key in ("predicted", "measured", "error"))
+    if figure["measured"] is None:
+        return f"{said * scale:.{digits}f} / not told"
+    return f"{said * scale:.{digits}f} / {measured * scale:.{digits}f} ({error:+.1%})"
 
 
 if __name__ == "__main__":

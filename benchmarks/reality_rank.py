@@ -96,8 +96,9 @@ def _row(settings: Settings, world: World, status: RankStatus) -> dict[str, Any]
         warmup = len(course.seconds)
         course.take(STEPS)
     seconds = course.seconds[warmup:]
-    allocated = memory_bytes(world.device, step.shared_bytes) - before[0]
-    reserved = (reserved_bytes(world.device, step.shared_bytes) or 0) - before[1]
+    allocated = memory_bytes(world.device, step.shared_bytes) - before
+    # what rows before left in torch's cache serves this one
+    reserved = (reserved_bytes(world.device, step.shared_bytes) or 0) - before
     slowest, most_allocated, most_reserved = _most(
         [statistics.median(seconds), float(allocated), float(reserved)], world
     )
@@ -136,11 +137,9 @@ def _used(world: World) -> int:
     return total - free
 
 
-def _held(world: World) -> tuple[int, int]:
-    """Bytes that tensors have of the device, and that torch's allocator has."""
-    if world.device.type != "cuda":
-        return 0, 0
-    return torch.cuda.memory_allocated(world.device), torch.cuda.memory_reserved(world.device)
+def _held(world: World) -> int:
+    """Bytes that tensors have of the device."""
+    return torch.cuda.memory_allocated(world.device) if world.device.type == "cuda" else 0
 
 
 def _number(steps: float, world: World) -> int:

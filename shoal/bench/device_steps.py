@@ -24,7 +24,7 @@ from shoal.train.setup import set_up
 from shoal.world import World
 
 LAYERS = 12
-WARMUP, STEPS = 3, 12
+WARMUP, STEPS = 10, 40
 KINDS = EAGER, COMPILED = "eager", "compiled"
 MOST = 6.0  # times as long as an operator alone: more is no matter of operators
 Predicted = Callable[[Settings, Profile], float]

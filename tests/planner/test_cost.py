@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shoal.cluster import DEVICES, Cluster
-from shoal.planner.cost import Costs, costs_of
-from shoal.planner.launch import Dims, Heads, Launch, Moment
+from shoal.planner.cost import BOTH_WAYS, FUSED, Costs, costs_of
+from shoal.planner.launch import GROUPED, Dims, Heads, Launch, Moment
 from shoal.planner.profile import shipped_profiles
 
 NOW = Moment(1, "forward", "")
@@ -150,3 +150,25 @@ def test_a_message_to_another_node_goes_over_the_network() -> None:
 def test_a_profile_of_an_unknown_device_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'tpu'"):
         costs_of(Cluster.parse("8 h100"), H100.model_copy(update={"device": "tpu"}))
+
+
+def test_a_fused_kernel_takes_longer_than_an_operators_of_as_many_bytes() -> None:
+    alone, fused = moved(1 << 28), moved(1 << 28)
+    fused.compiled = True
+    assert costs("8 h100").seconds(fused) == pytest.approx(FUSED * costs("8 h100").seconds(alone))
+    on_cpu = Costs(Cluster.parse("2 cpu"), shipped_profiles()["cpu"])
+    assert on_cpu.seconds(fused) == on_cpu.seconds(alone)
+
+
+def test_copies_from_the_host_are_slower_beside_copies_to_it() -> None:
+    def copy(phase: str) -> Launch:
+        return Launch("transfer", 0, "aten.copy_", Moment(1, phase, ""), nbytes=1 << 26)
+
+    h200 = Costs(Cluster.parse("2 h200"), shipped_profiles()["h200"])
+    assert h200.seconds(copy("update")) == pytest.approx(BOTH_WAYS * h200.seconds(copy("forward")))
+
+
+def test_a_product_of_groups_takes_longer_than_one_of_as_many_rows() -> None:
+    one, groups = product(8192, 4096, 4096), product(8192, 4096, 4096)
+    groups.times = GROUPED
+    assert costs("8 h100").seconds(groups) == pytest.approx(GROUPED * costs("8 h100").seconds(one))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from shoal.cluster import Cluster
 from shoal.plan import Plan
-from shoal.planner.launch import WIDENING, Cost, Dims, Heads, Launch, cost_of, on_lists, parts_of
+from shoal.planner.launch import GROUPED, WIDENING, Cost, Dims, Heads, Launch, cost_of, on_lists, parts_of
 from shoal.planner.simulate import simulate, simulated_world
 from tests.planner.real import DIMS, balanced_moe, dense, work
 
@@ -204,3 +204,13 @@ def test_the_host_waits_for_numbers_of_rows_once_in_each_block_with_experts() ->
         waits = [launch for launch in trace.launches() if launch.kind == "sync" and launch.moment.step == 1]
         assert len(waits) == (DIMS.layers if expert > 1 else 0)
         assert all(launch.moment.phase == "forward" for launch in waits)
+
+
+def test_products_of_groups_are_known_to_be_slower() -> None:
+    trace = simulate(
+        work(balanced_moe)._replace(precision="bf16"), Plan(shard=2, compile=False), Cluster.parse("2 h100")
+    )
+    products = [launch for launch in trace.launches() if launch.kind == "matmul"]
+    groups = [launch for launch in products if "grouped" in launch.operator]
+    assert groups and {launch.times for launch in groups} == {GROUPED}
+    assert {launch.times for launch in products if launch not in groups} == {1.0}
