@@ -74,8 +74,10 @@ def find_absence(calls: Mapping[int, Calls], gone: Sequence[int] = ()) -> Absenc
     waits = {rank: wait for rank in calls if rank not in gone and (wait := _wait_of(rank, calls))}
     absent = sorted({other for wait in waits.values() for other in wait.missing if other not in waits})
     if absent:
+        # rather the wait for it alone than one for ranks of which some wait for it themselves
         first = min(
-            (wait for wait in waits.values() if absent[0] in wait.missing), key=lambda wait: wait.call.time
+            (wait for wait in waits.values() if absent[0] in wait.missing),
+            key=lambda wait: (not set(wait.missing) <= set(absent), wait.call.time),
         )
         together = [rank for rank in first.missing if rank in absent]
         return Absence(tuple(together), _absence_text(together, first, waits), first.rank)

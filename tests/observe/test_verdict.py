@@ -56,6 +56,21 @@ def test_a_rank_that_waits_itself_is_not_the_one() -> None:
     assert find_absence({0: calls[0], 1: calls[0]}) is None  # both came to all
 
 
+@pytest.mark.parametrize("late_s", [0.0, 9.0])
+def test_of_those_who_wait_the_one_is_told_that_waits_for_nobody_else(late_s: float) -> None:
+    """Rank 1 did not come to its neighbour 0, and so neither came to ranks 2 and 3, which may have waited for longer."""
+    calls = {
+        0: made((LEFT, GATHER), (LEFT, SUM), times=[1.0, 2.0 + late_s]),
+        1: made((LEFT, GATHER)),
+        2: made((RIGHT, GATHER), (RIGHT, SUM), (WORLD, SUM), times=[1.0, 2.0, 3.0]),
+        3: made((RIGHT, GATHER), (RIGHT, SUM), (WORLD, SUM), times=[1.0, 2.0, 3.0]),
+    }
+    absence = find_absence(calls)
+    assert absence is not None
+    assert (absence.ranks, absence.waiting) == ((1,), 0)
+    assert "rank 1 did not come to all_reduce(sum) of float32 (4,), call 2 of the shard group" in absence.text
+
+
 def test_ranks_that_wait_for_each_other_in_two_groups_have_another_order() -> None:
     other = Group("9", "replicate", (0, 1))
     absence = find_absence({0: made((LEFT, SUM)), 1: made((other, GATHER))})
