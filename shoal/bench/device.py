@@ -22,6 +22,7 @@ from shoal.planner.profile import Curve, Profile
 from shoal.run import Run
 
 GPU_SECONDS, CPU_SECONDS = 50.0, 8.0
+SIMULATED_S = 120.0  # that simulating the steps of a small model may take
 VERSIONS = ("torch", "cuda", "cudnn", "nccl", "driver")
 Most = Callable[[Sequence[float]], float]
 
@@ -88,19 +89,24 @@ def bench_device(
 
 def _in_steps(profile: Profile, cluster: Cluster, measured: dict[str, float]) -> Profile:
     """As `in_steps`, in a process that sees no GPU, as simulations need it; the profile as it is, if that fails."""
-    ask = {"profile": profile.model_dump(mode="json"), "on": cluster.describe(), "measured": measured}
-    done = subprocess.run(
-        [sys.executable, "-m", device_steps.__name__],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        input=json.dumps(ask),
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
+    on = f"{profile.devices} {cluster.device.kind}"
+    ask = {"profile": profile.model_dump(mode="json"), "on": on, "measured": measured}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", device_steps.__name__],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            input=json.dumps(ask),
+            capture_output=True,
+            text=True,
+            timeout=SIMULATED_S,
+        )
+        if done.returncode == 0:
+            return Profile.model_validate_json(done.stdout.strip().rpartition("\n")[2])
         why = done.stderr.strip().rpartition("\n")[2].removeprefix("[rank0]: ")
-        print(f"the host's time for whole steps is not in the profile: {why}", file=sys.stderr)
-        return profile
-    return Profile.model_validate_json(done.stdout)
+    except (subprocess.TimeoutExpired, ValueError) as error:
+        why = str(error)
+    print(f"the host's time for whole steps is not in the profile: {why}", file=sys.stderr)
+    return profile
 
 
 def profile_of(kind: str, answers: Sequence[dict[str, Any]]) -> Profile:

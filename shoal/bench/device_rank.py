@@ -16,13 +16,14 @@ from shoal.bench import device_collectives, device_host, device_kernels, device_
 from shoal.bench.ask import read_seconds, write_answer
 from shoal.bench.device_sizes import Sizes, sizes_for
 from shoal.bench.stopwatch import Left, Part, Stopwatch, take_turns, visit
+from shoal.cluster import DEVICES
 from shoal.config import Settings
 from shoal.launch.worker import StopFlag
 from shoal.observe.machine import facts
 from shoal.observe.status import RankStatus
 from shoal.parallel.reach import find_peers
 from shoal.run import Run
-from shoal.world import World
+from shoal.world import World, detect_cluster
 
 
 def measure(settings: Settings, world: World, status: RankStatus, stop: StopFlag) -> None:
@@ -37,19 +38,25 @@ def measure(settings: Settings, world: World, status: RankStatus, stop: StopFlag
             print(f"{name} ({share_s:.1f} s)", file=sys.stderr, flush=True)
 
     answer = measure_all(world, sizes_for(world.device.type), seconds, on_part)
-    if world.device.type == "cuda":  # on a CPU the host is the device
-        answer["steps"] = {}
-        for how in device_steps.KINDS:
-            status.enter(f"{how} steps of a small model", 0)
-            answer["steps"][how] = seconds = device_steps.step_s(world, run, status, how)
-            if world.is_main:
-                print(f"{how} steps of a small model: {1e3 * seconds:.1f} ms", file=sys.stderr, flush=True)
+    if world.device.type == "cuda" and detect_cluster().device.kind in DEVICES:  # others are not simulated
+        answer["steps"] = _steps(world, run, status)
     answer["took_s"] = time.monotonic() - began
     if world.is_main:
         answer["about"] = facts()
         run.event("end", step=0)  # tells the launcher that nobody stopped it
     write_answer(run, world.rank, answer)
     world.barrier("the end")
+
+
+def _steps(world: World, run: Run, status: RankStatus) -> dict[str, float]:
+    """Seconds of a small model's, by how they are launched."""
+    found = {}
+    for how in device_steps.KINDS:
+        status.enter(f"{how} steps of a small model", 0)
+        found[how] = device_steps.step_s(world, run, status, how)
+        if world.is_main:
+            print(f"{how} steps of a small model: {1e3 * found[how]:.1f} ms", file=sys.stderr, flush=True)
+    return found
 
 
 def measure_all(

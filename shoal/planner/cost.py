@@ -19,7 +19,6 @@ SPLITS = (1, 2, 4)
 """parts into which the inner dim can be cut, to have more tiles; their sums are added up by another pass"""
 ADDING_S = 3e-6
 REACHED = 0.75  # of a device's peak, by the largest products
-FUSED = 1.25  # by how much a kernel that was fused takes longer than an operator's of as many bytes: 3.3 TB/s on an H200, not 4.2
 BOTH_WAYS = 1.45  # by how much copies from the host and to it take longer beside each other, as in updates of state there
 LATENCY_S = 5e-6  # of a hop between nodes
 HOST_LINK_BYTES_S = 50e9  # PCIe 5 of 16 lanes, where a profile does not say
@@ -98,8 +97,7 @@ class Costs:
         if launch.kind == "attention":
             return self._attention(launch)
         if launch.kind == "move":
-            fused = FUSED if launch.compiled and self.on_gpu else 1.0
-            return self._move(launch.nbytes, follows=launch.follows) * launch.times * fused
+            return self._move(launch.nbytes, follows=launch.follows) * launch.times
         if launch.kind == "transfer":
             both_ways = BOTH_WAYS if launch.moment.phase == "update" and self.on_gpu else 1.0
             return self.host_copy(launch.nbytes) * both_ways

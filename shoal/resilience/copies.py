@@ -3,14 +3,13 @@
 [Note: copies beside the next step] On a GPU copies run on a stream of their own. Nothing but the update, and the forward pass for
 buffers, writes into what is copied: the update's stream waits for the copies (`before_update`), and buffers are copied on the
 device first. A thread waits for the last copy and rings; the host never does. On a CPU the copy is made at once. To make the
-memory and lock it takes 0.4 s a gigabyte: a thread does that beside the first steps (`Making`), but not where they are recorded:
-CUDA records nothing while another thread asks for memory.
+memory and lock it takes 0.4 s a gigabyte: a thread does that beside the first steps (`Making`), piece by piece, since CUDA takes
+no launch meanwhile; but not where steps are recorded, which is refused while another thread asks for memory.
 
 [Note: what does not pass in time] There is one step until the next update, and an H200's link to host memory takes 54 GB a second
-(`planner/profiles/h200.json`). Of a larger state the rest is copied on the device first, where it has room, and passes while the
-step after is taken. How much that is, the save before has shown; the first copies all. The device takes 11 ms for each gigabyte
-that torch asks it for, so torch's cache has them from the beginning (`keep_room`). Steps may come to need more than before:
-some stays free.
+(`planner/profiles/h200.json`). Of a larger state the rest is copied on the device first, where it has room (`Aside`), and passes
+while the step after is taken. How much that is, the save before has shown; the first copies all. Steps may come to need more room
+than they did: some stays free.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -30,12 +28,12 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from shoal.checkpoint.layout import HEADER_BYTES
 from shoal.checkpoint.write import item_bytes
-from shoal.parallel.host import PIECE, Lane, lock_in_pieces
+from shoal.parallel.host import PIECE, Pause, lock_in_pieces
+from shoal.resilience.aside import Aside, sizes_of
 from shoal.resilience.saver import Handed
 from shoal.resilience.snapshot import opened
 
 ALL = 1 << 62
-SPARE = 0.05  # of a device's memory, which is left free
 SURELY = 0.9  # of the bytes that passed before an update: another time it may come sooner
 
 
@@ -48,31 +46,32 @@ class Copies:
         items: list[WriteItem],
         resolve: Callable[[dict[str, Tensor]], list[Tensor]],
         handed: Handed,
+        aside: Aside,
         device: torch.device,
-        *,
-        patient: bool,
+        pause: Pause,
     ) -> None:
-        """`patient`: others use the device meanwhile."""
+        """`pause` is called after each piece of memory with the seconds that it took: others use the device meanwhile."""
         self._items, self._resolve, self._device = items, resolve, device
         self.on_gpu = device.type == "cuda"
         self._path, self._handed, self._told = path, handed, b""
         *self._begins, at = accumulate(map(item_bytes, items), initial=HEADER_BYTES)
         self.handed_at = at, 0
         """where what is told lies, and its bytes"""
-        _reserve(path, at)
+        _reserve(path, at, pause)
         self._memory = opened(path, at)
         if self.on_gpu:
             # what cannot be is no error: the host waits for each copy into it
-            lock_in_pieces(self._memory, self._device, rest=patient)
-        self._lane = Lane(self._device)
+            lock_in_pieces(self._memory, self._device, pause)
+        self._aside = aside
         self._passing: _Passing | None = None
         self._in_time = 0  # bytes that pass before the next update, as far as is known
-        self._needed = 0  # bytes of the device's memory that steps have had
-        self._most_aside = 0  # beside them, bytes of copies
-        self.aside: list[Tensor] = []
-        """copies on the device that have not passed yet"""
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+
+    @property
+    def aside(self) -> list[Tensor]:
+        """Copies on the device that have not passed yet."""
+        return self._aside.copies
 
     def tell(self, facts: dict[str, Any]) -> None:
         """Put behind the state what there is to know of it; `facts` are rank 0's to say, and may be others at every save."""
@@ -87,18 +86,6 @@ class Copies:
             os.close(file)
         self._told, self.handed_at = told, (at, len(told))
 
-    def keep_room(self, state: dict[str, Tensor]) -> None:
-        """Have torch's cache get what copies on the device will need: the device stands still while it is asked for more."""
-        if not self.on_gpu:
-            return
-        sizes = [source.nbytes if source.is_cuda else 0 for source in self._resolve(state)]
-        free, total = torch.cuda.mem_get_info(self._device)
-        room = (free - int(SPARE * total)) // 2  # of the rest steps have not had theirs yet
-        chosen = set_aside(sizes, sum(sizes), room)
-        with suppress(torch.OutOfMemoryError), self._lane.run():
-            held = [torch.empty(sizes[number], dtype=torch.uint8, device=self._device) for number in chosen]
-            self._most_aside = sum(map(len, held))
-
     def fill(self, state: dict[str, Tensor], then: Callable[[float], None], began: float) -> None:
         """Copy the state, and call `then` with the seconds that this held the rank up, when it is there."""
         with torch.no_grad():
@@ -110,10 +97,10 @@ class Copies:
                 return
             before = torch.cuda.Event()
             before.record()
-            with self._lane.run():
-                sizes = [source.nbytes if source.is_cuda else 0 for source in sources]
-                passing = _Passing(sum(sizes))
-                aside = self._aside(sources, sizes)
+            with self._aside.lane.run():
+                nbytes = sum(sizes_of(sources))
+                passing = _Passing(nbytes)
+                aside = self._aside.take(sources, nbytes - self._in_time) if nbytes > self._in_time else {}
                 self._copy(numbered for numbered in enumerate(sources) if numbered[0] not in aside)
                 passing.released.record()
                 self._copy(aside.items())
@@ -121,7 +108,7 @@ class Copies:
         held_up_s = time.monotonic() - began
         if not before.query():  # the device had the step before to do all the while
             held_up_s = 0.0
-        self._passing, self.aside = passing, list(aside.values())
+        self._passing = passing
         self._thread = threading.Thread(
             target=self._when_copied, args=(passing, sources, then, held_up_s), daemon=True
         )
@@ -156,64 +143,58 @@ class Copies:
             else:
                 place.view(source.dtype).view(source.shape).copy_(source)
 
-    def _aside(self, sources: list[Tensor], sizes: list[int]) -> dict[int, Tensor]:
-        """Copies on the device of what does not pass in time, as far as there is room, by the items' numbers.
-
-        Args:
-            sizes: bytes of each that pass from the device.
-        """
-        self._needed = max(self._needed, torch.cuda.max_memory_reserved(self._device) - self._most_aside)
-        late = sum(sizes) - self._in_time
-        if late <= 0:
-            return {}
-        chosen = set_aside(sizes, late, self._room())
-        try:
-            found = {number: sources[number].clone() for number in chosen}
-        except torch.OutOfMemoryError:
-            return {}
-        self._most_aside = max(self._most_aside, sum(sizes[number] for number in chosen))
-        return found
-
-    def _room(self) -> int:
-        """Bytes of the device that steps leave, torch's cache included, which has what earlier copies were in."""
-        free, total = torch.cuda.mem_get_info(self._device)
-        return free + torch.cuda.memory_reserved(self._device) - self._needed - int(SPARE * total)
-
     def _when_copied(
         self, passing: _Passing, held: list[Tensor], then: Callable[[float], None], held_up_s: float
     ) -> None:
         """`held` keeps what is read, also by copies on the device, until all has passed."""
         try:
             passing.copied.synchronize()
-            self.aside = []
+            self._aside.copies = []
             self._in_time = passing.in_time
             then(held_up_s + passing.late_s)
         except Exception as error:  # of the device; told by who waits
             self._error = error
 
 
+class StoppedError(RuntimeError):
+    """Nobody waits for what is being made any more."""
+
+
 class Making:
     """`Copies` that are being made while the rank goes on."""
 
-    def __init__(self, make: Callable[[], Copies]) -> None:
+    def __init__(self, make: Callable[[Pause], Copies]) -> None:
         self._make = make
         self._made: Copies | None = None
         self._error: Exception | None = None
+        self._stopped, self._hurried = False, threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def wait(self) -> Copies:
-        """Raises what making them raised."""
+        """Without further pauses. Raises what making them raised."""
+        self._hurried.set()
         self._thread.join()
         if self._made is None:
             raise self._error or RuntimeError("nothing was made")
         return self._made
 
+    def stop(self) -> None:
+        """End it after the piece that it is at."""
+        self._stopped = True
+        self._hurried.set()
+        self._thread.join()
+
     def _run(self) -> None:
         try:
-            self._made = self._make()
+            self._made = self._make(self._pause)
         except Exception as error:
             self._error = error
+
+    def _pause(self, seconds: float) -> None:
+        self._hurried.wait(seconds)
+        if self._stopped:
+            raise StoppedError
 
 
 class _Passing:
@@ -273,24 +254,6 @@ def in_pieces(place: Tensor, at: int) -> Iterator[tuple[Tensor, int]]:
         begin = end
 
 
-def set_aside(sizes: Sequence[int], late: int, room: int) -> list[int]:
-    """The numbers of those to be copied on the device, the last first: `late` bytes or more, as far as there is room.
-
-    Example:
-        >>> set_aside([4, 4, 4, 9], late=6, room=100), set_aside([4, 4, 4, 9], late=6, room=5)
-        ([3], [2])
-    """
-    chosen: list[int] = []
-    taken = 0
-    for number in reversed(range(len(sizes))):
-        if taken >= late:
-            break
-        if 0 < sizes[number] <= room - taken:
-            chosen.append(number)
-            taken += sizes[number]
-    return chosen
-
-
 def _bytes(source: Tensor) -> Tensor:
     return source.contiguous().view(-1).view(torch.uint8)
 
@@ -300,10 +263,12 @@ def _steady(item: WriteItem, data: Tensor) -> Tensor:
     return data.clone() if data.is_cuda and item.index.fqn.startswith("buffer.") else data
 
 
-def _reserve(path: str, nbytes: int) -> None:
+def _reserve(path: str, nbytes: int, pause: Pause) -> None:
     """Have the system find all of the memory now: what it lacks is an error here, and a kill where it is first written to."""
     file = os.open(path, os.O_RDWR)
     try:
-        os.posix_fallocate(file, 0, nbytes)
+        for at in range(0, nbytes, PIECE):
+            os.posix_fallocate(file, at, min(PIECE, nbytes - at))
+            pause(0.0)
     finally:
         os.close(file)

@@ -22,8 +22,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
 from shoal.checkpoint.store import plan_save
-from shoal.checkpoint.write import item_bytes
+from shoal.checkpoint.write import Recorder, item_bytes
 from shoal.observe.host import memory
+from shoal.parallel.host import Pause
+from shoal.resilience.aside import Aside
 from shoal.resilience.copies import Copies, Making
 from shoal.resilience.saver import BOARD, SAVES, Bell, Handed, Saver, Ways, wanted, ways_of
 from shoal.run import CheckpointPolicy, Run
@@ -31,6 +33,9 @@ from shoal.world import DeadlineError, World, WorldError
 
 POLL_S = 0.002
 SPARE = 0.05  # of the host's memory, which a copy of the state must leave free
+
+
+Signature = dict[str, tuple[torch.Size, torch.dtype]]
 
 
 class SaveStuckError(RuntimeError):
@@ -46,6 +51,7 @@ class HandOver:
         self._ways, self._world = ways, world
         self._bell = self._board = -1
         self._generation = 0
+        self._planned: Signature = {}
         self._making: Making | None = None
         self._copies: Copies | None = None
         self._handed = 0
@@ -115,7 +121,8 @@ class HandOver:
 
     def close(self) -> None:
         """Let go of what the launcher holds."""
-        self._making = self._copies = None
+        self._give_up_making()
+        self._copies = None
         for file in (self._bell, self._board):
             if file >= 0:
                 os.close(file)
@@ -135,31 +142,27 @@ class HandOver:
             CheckpointError: on all ranks, as `take` does.
         """
         planned, resolve = plan_save(state, self._world)
-        on_one = (
-            self._world.size == self._world.local_size
-        )  # else each machine has its own part, about so much
-        own = self._world.local_size * sum(map(item_bytes, planned.items))
-        needed = planned.needed_bytes if on_one else own
-        lack = self._lack_of_memory(needed) if self._world.local_rank == 0 else ""  # before others take any
+        self._planned = _signature(state)
+        lack = self._lack_of_memory(planned)  # before others take any
         self._token = self._world.broadcast_text(secrets.token_hex(16) if self._world.is_main else None)
         contents = ({}, planned.tensors) if self._world.is_main else None
         handed = Handed(_table(planned.items), contents, planned.needed_bytes)
+        device, aside = self._world.device, Aside(self._world.device)
+        if patient:
+            aside.keep_room(resolve(state))
 
-        def make() -> Copies:
+        def make(pause: Pause) -> Copies:
             if lack:
                 raise OSError(lack)
             _require_same(self._ways)
-            made = Copies(
-                self._ways.memory, planned.items, resolve, handed, self._world.device, patient=patient
-            )
-            made.keep_room(state)
-            return made
+            return Copies(self._ways.memory, planned.items, resolve, handed, aside, device, pause)
 
         self._making = Making(make)
 
     def _made(self, state: dict[str, Tensor]) -> Copies | None:
         """What `get_ready` began, when all ranks have it; None, and why in `problem`, if one cannot."""
-        if self._making is None:
+        if self._making is None or self._has_changed(state):
+            self._give_up_making()
             self.get_ready(state, patient=False)
         assert self._making is not None
         made, lack = None, ""
@@ -168,8 +171,9 @@ class HandOver:
             self._bell = os.open(self._ways.bell, os.O_WRONLY)
             self._board = os.open(self._ways.board, os.O_RDONLY)
             self._generation = self._read()[2]
-        except OSError as error:
-            lack = f"rank {self._world.rank} cannot have the memory to hand over in: {error}"
+        except Exception as error:  # whatever it is, other ranks must not wait for this one
+            why = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            lack = f"rank {self._world.rank} cannot have the memory to hand over in: {why}"
         self._making = None
         try:
             self._world.barrier("hand saves over", lack)
@@ -179,6 +183,22 @@ class HandOver:
             self.problem = f"saves hold the ranks up: {error}"
             return None
         return made
+
+    def _has_changed(self, state: dict[str, Tensor]) -> bool:
+        """Whether some rank has another state than when it got ready, as of a buffer that the first forward made. Collective."""
+        changed = "" if _signature(state) == self._planned else f"rank {self._world.rank} has another state"
+        try:
+            self._world.barrier("the state that is saved", changed)
+        except DeadlineError:
+            raise
+        except WorldError:
+            return True
+        return False
+
+    def _give_up_making(self) -> None:
+        if self._making is not None:
+            self._making.stop()
+        self._making = None
 
     def _ring(self, done: int, began: float, stall_s: float, keep: int) -> None:
         assert self._copies is not None
@@ -190,16 +210,29 @@ class HandOver:
     def _read(self) -> tuple[int, int, int]:
         return BOARD.unpack(os.pread(self._board, BOARD.size, 0))
 
-    def _lack_of_memory(self, needed_bytes: int) -> str:
-        """What to say if this host has no room for a copy of what its ranks save; empty if it has."""
-        now = memory()
-        there = self._world.local_size * Path(self._ways.memory).stat().st_blocks * 512  # of ranks before
+    def _lack_of_memory(self, planned: Recorder) -> str:
+        """What to say if this host has no room for a copy of what its ranks save, told by one of them; empty if it has."""
+        if self._world.local_rank != 0:
+            return ""
+        on_one = (
+            self._world.size == self._world.local_size
+        )  # else each machine has its own part, about so much
+        own = self._world.local_size * sum(map(item_bytes, planned.items))
+        needed_bytes, now = planned.needed_bytes if on_one else own, memory()
+        try:
+            there = self._world.local_size * Path(self._ways.memory).stat().st_blocks * 512  # of ranks before
+        except OSError as error:
+            return str(error)
         if now is None or now.used_bytes + needed_bytes - there <= now.total_bytes * (1 - SPARE):
             return ""
         return (
             f"a copy of what they save needs {needed_bytes:,} bytes of host memory, and "
             f"{now.total_bytes - now.used_bytes:,} of {now.total_bytes:,} are free (checkpoint.asynchronous)"
         )
+
+
+def _signature(state: dict[str, Tensor]) -> Signature:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
 
 
 def _table(items: list[WriteItem]) -> list[tuple[str, list[int], list[int], int]]:

@@ -56,9 +56,9 @@ def test_what_the_planner_says_of_the_same_steps_agrees() -> None:
 def test_it_is_done_in_a_process_that_sees_no_gpu_and_what_fails_there_is_told(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    cluster = Cluster.parse("1x2 h200")
+    cluster = Cluster.parse("8 h200")  # of which two were measured
     found = _in_steps(H200, cluster, {EAGER: 0.050})
-    assert found == in_steps(H200, cluster, {EAGER: 0.050})
+    assert found == in_steps(H200, Cluster.parse("2 h200"), {EAGER: 0.050})
     unknown = H200.model_copy(update={"device": "abacus"})
     assert _in_steps(unknown, cluster, {EAGER: 0.050}) == unknown
     assert "the host's time for whole steps is not in the profile: ValueError: " in capfd.readouterr().err

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 
+from shoal.parallel import host
 from shoal.parallel.host import Lane, Mail
 
 ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -17,6 +18,23 @@ def test_on_a_cpu_numbers_are_there_and_have_no_clock() -> None:
     first, second = mail.send(torch.tensor([1.5, -2.0])), mail.send(torch.tensor([[3, 4], [5, 6]]))
     assert first.read() == [1.5, -2.0] and second.read() == [[3, 4], [5, 6]]
     assert second.seconds_after(first) is None
+
+
+def test_memory_is_locked_piece_by_piece_until_one_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[int] = []
+    pauses: list[float] = []
+
+    def lock(piece: torch.Tensor, device: torch.device, of: torch.Tensor | None = None) -> int:
+        locked.append(len(piece))
+        return 2 if len(locked) == 3 else 0
+
+    monkeypatch.setattr(host, "PIECE", 10)
+    monkeypatch.setattr(host, "lock_in_place", lock)
+    memory, device = torch.empty(35, dtype=torch.uint8), torch.device("cuda", 0)
+    assert host.lock_in_pieces(memory[:15], device, pauses.append) == 0
+    assert locked == [10, 5] and len(pauses) == 2
+    assert host.lock_in_pieces(memory, device, pauses.append) == 2
+    assert locked == [10, 5, 10] and len(pauses) == 2
 
 
 @ON_A_GPU

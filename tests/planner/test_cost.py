@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.cluster import DEVICES, Cluster
-from shoal.planner.cost import BOTH_WAYS, FUSED, Costs, costs_of
+from shoal.planner.cost import BOTH_WAYS, Costs, costs_of
 from shoal.planner.launch import GROUPED, Dims, Heads, Launch, Moment
 from shoal.planner.profile import shipped_profiles
 
@@ -150,14 +150,6 @@ def test_a_message_to_another_node_goes_over_the_network() -> None:
 def test_a_profile_of_an_unknown_device_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'tpu'"):
         costs_of(Cluster.parse("8 h100"), H100.model_copy(update={"device": "tpu"}))
-
-
-def test_a_fused_kernel_takes_longer_than_an_operators_of_as_many_bytes() -> None:
-    alone, fused = moved(1 << 28), moved(1 << 28)
-    fused.compiled = True
-    assert costs("8 h100").seconds(fused) == pytest.approx(FUSED * costs("8 h100").seconds(alone))
-    on_cpu = Costs(Cluster.parse("2 cpu"), shipped_profiles()["cpu"])
-    assert on_cpu.seconds(fused) == on_cpu.seconds(alone)
 
 
 def test_copies_from_the_host_are_slower_beside_copies_to_it() -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from shoal.cluster import Cluster
 from shoal.plan import Plan
+from shoal.planner.fusion import FUSED
 from shoal.planner.launch import GROUPED, WIDENING, Cost, Dims, Heads, Launch, cost_of, on_lists, parts_of
 from shoal.planner.simulate import simulate, simulated_world
 from tests.planner.real import DIMS, balanced_moe, dense, work
@@ -204,6 +205,13 @@ def test_the_host_waits_for_numbers_of_rows_once_in_each_block_with_experts() ->
         waits = [launch for launch in trace.launches() if launch.kind == "sync" and launch.moment.step == 1]
         assert len(waits) == (DIMS.layers if expert > 1 else 0)
         assert all(launch.moment.phase == "forward" for launch in waits)
+
+
+def test_on_gpus_kernels_of_compiled_blocks_take_longer_than_operators_of_as_many_bytes() -> None:
+    trace = simulate(work()._replace(precision="bf16"), Plan(shard=2, compile=True), Cluster.parse("2 h100"))
+    moves = [launch for launch in trace.launches() if launch.kind == "move"]
+    assert {launch.times for launch in moves if launch.compiled} == {FUSED}
+    assert {launch.times for launch in moves if not launch.compiled} <= {1.0, WIDENING}
 
 
 def test_products_of_groups_are_known_to_be_slower() -> None:

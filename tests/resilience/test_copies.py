@@ -12,7 +12,8 @@ from torch import Tensor
 from shoal.checkpoint.folder import list_checkpoints
 from shoal.checkpoint.plain import whole_tensors
 from shoal.parallel.host import PIECE
-from shoal.resilience.copies import ALL, in_pieces, passes_in, set_aside
+from shoal.resilience.aside import set_aside
+from shoal.resilience.copies import ALL, in_pieces, passes_in
 from shoal.resilience.handover import HandOver
 from shoal.world import World, join_world
 from tests.resilience.test_saver import saver_of

@@ -285,6 +285,54 @@ def test_memory_that_cannot_be_made_is_told_by_the_first_save(tmp_path: Path) ->
         assert "rank 0 cannot have the memory to hand over in: [Errno 28] No space left" in hand_over.problem
 
 
+def test_a_state_that_is_another_by_the_first_save_is_planned_again(tmp_path: Path) -> None:
+    with saver_of(tmp_path, 1) as made, join_world(rank=0, size=1, device="cpu") as world:
+        hand_over = HandOver(made.ways[0], world)
+        hand_over.get_ready(state(1))
+        later = state(1) | {"buffer.made by the first forward": torch.arange(5)}
+        assert hand_over.take(1, later, {}, time.monotonic(), keep=2)
+        hand_over.wait()
+    (found,) = list_checkpoints(tmp_path / "checkpoints")[0]
+    assert dict(whole_tensors(found))["buffer.made by the first forward"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_any_error_of_the_making_is_told_by_the_first_save(tmp_path: Path) -> None:
+    with saver_of(tmp_path, 1) as made, join_world(rank=0, size=1, device="cpu") as world:
+        hand_over = HandOver(made.ways[0], world)
+        with patch("shoal.resilience.copies.opened", side_effect=RuntimeError("no such device")):
+            assert not hand_over.take(1, state(1), {}, time.monotonic(), keep=2)
+        assert "to hand over in: RuntimeError: no such device" in hand_over.problem
+
+
+def test_what_nobody_waits_for_any_more_is_not_made_to_the_end(tmp_path: Path) -> None:
+    pieces: list[int] = []
+
+    def reserve(path: str, nbytes: int, pause: Callable[[float], None]) -> None:
+        for piece in range(1000):
+            pieces.append(piece)
+            pause(10.0)
+
+    with saver_of(tmp_path, 1) as made, join_world(rank=0, size=1, device="cpu") as world:
+        hand_over = HandOver(made.ways[0], world)
+        with patch("shoal.resilience.copies._reserve", reserve):
+            hand_over.get_ready(state(1))
+            began = time.monotonic()
+            hand_over.close()
+        assert time.monotonic() - began < 5
+    assert len(pieces) < 1000
+
+
+def test_who_waits_ends_the_pauses(tmp_path: Path) -> None:
+    with saver_of(tmp_path, 1) as made, join_world(rank=0, size=1, device="cpu") as world:
+        hand_over = HandOver(made.ways[0], world)
+        with patch("shoal.resilience.copies._reserve", lambda path, nbytes, pause: pause(60.0)):
+            hand_over.get_ready(state(1))
+            assert hand_over._making is not None
+            began = time.monotonic()
+            hand_over._making.wait()
+        assert time.monotonic() - began < 20
+
+
 def test_where_there_is_no_room_for_a_copy_ranks_are_told_to_write_themselves(tmp_path: Path) -> None:
     with saver_of(tmp_path, 1) as made, join_world(rank=0, size=1, device="cpu") as world:
         hand_over = HandOver(made.ways[0], world)

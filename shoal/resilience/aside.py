@@ -1,0 +1,92 @@
+"""`Aside`: copies on the device of what is saved and would not pass to host memory before it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from shoal.parallel.host import Lane
+
+SPARE = 0.05  # of a device's memory, which is left free
+
+
+class Aside:
+    """The device's memory for copies, as far as steps leave it.
+
+    [Note: room for copies] The device stands still while torch asks it for memory, 11 ms a gigabyte on an H200. So torch's cache
+    gets some before the first step, and gives it back by itself if steps come to need it: then none of it counts as kept.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.lane = Lane(device)
+        """on which copies are made, and pass to host memory"""
+        self.copies: list[Tensor] = []
+        """that have not passed yet"""
+        self._needed = 0  # bytes of the device's memory that steps have had
+        self._kept = 0  # beside them, bytes of torch's cache
+        self._refusals = 0  # of the device, before that; after each torch empties its cache
+
+    def keep_room(self, sources: Sequence[Tensor]) -> None:
+        """Have torch's cache get what copies of all of them need, or half of what is free: steps have not had theirs yet."""
+        if self._device.type != "cuda":
+            return
+        sizes = sizes_of(sources)
+        free, total = torch.cuda.mem_get_info(self._device)
+        chosen = set_aside(sizes, sum(sizes), (free - int(SPARE * total)) // 2)
+        with suppress(RuntimeError), self.lane.run():  # what cannot be had now may be there when it is needed
+            held = [torch.empty(sizes[number], dtype=torch.uint8, device=self._device) for number in chosen]
+            self._keeps(sum(map(len, held)))
+
+    def take(self, sources: Sequence[Tensor], late: int) -> dict[int, Tensor]:
+        """Copies of the last ones, `late` bytes or more, as far as there is room, by their numbers; on the lane."""
+        most = torch.cuda.max_memory_reserved(self._device)
+        self._needed = max(self._needed, most - self._still_kept())
+        sizes = sizes_of(sources)
+        try:
+            found = {number: sources[number].clone() for number in set_aside(sizes, late, self._room())}
+        except torch.OutOfMemoryError:
+            return {}
+        self._keeps(max(self._still_kept(), sum(sizes[number] for number in found)))
+        self.copies = list(found.values())
+        return found
+
+    def _keeps(self, nbytes: int) -> None:
+        self._kept, self._refusals = nbytes, self._refused()
+
+    def _still_kept(self) -> int:
+        return self._kept if self._refusals == self._refused() else 0
+
+    def _refused(self) -> int:
+        return torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)
+
+    def _room(self) -> int:
+        """Bytes of the device that steps leave, torch's cache included, which has what earlier copies were in."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return free + torch.cuda.memory_reserved(self._device) - self._needed - int(SPARE * total)
+
+
+def sizes_of(sources: Sequence[Tensor]) -> list[int]:
+    """Bytes of each that pass from a GPU."""
+    return [source.nbytes if source.is_cuda else 0 for source in sources]
+
+
+def set_aside(sizes: Sequence[int], late: int, room: int) -> list[int]:
+    """The numbers of those to be copied on the device, the last first: `late` bytes or more, as far as there is room.
+
+    Example:
+        >>> set_aside([4, 4, 4, 9], late=6, room=100), set_aside([4, 4, 4, 9], late=6, room=5)
+        ([3], [2])
+    """
+    chosen: list[int] = []
+    taken = 0
+    for number in reversed(range(len(sizes))):
+        if taken >= late:
+            break
+        if 0 < sizes[number] <= room - taken:
+            chosen.append(number)
+            taken += sizes[number]
+    return chosen

@@ -1,0 +1,96 @@
+"""Copies on the device get what steps leave of it: here of a device whose allocator is said."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.resilience import aside as module
+from shoal.resilience.aside import Aside
+
+
+class Device:
+    """Of 1,000 bytes, of which torch has some."""
+
+    def __init__(self) -> None:
+        self.reserved, self.most, self.refusals = 300, 300, 0
+        self.asked: list[int] = []
+
+    def mem_get_info(self, device: object) -> tuple[int, int]:
+        return 1000 - self.reserved, 1000
+
+    def max_memory_reserved(self, device: object) -> int:
+        return self.most
+
+    def memory_reserved(self, device: object) -> int:
+        return self.reserved
+
+    def memory_stats(self, device: object) -> dict[str, int]:
+        return {"num_alloc_retries": self.refusals}
+
+    def empty(self, size: int, **_: object) -> Tensor:
+        self.asked.append(size)
+        self.reserved += size
+        self.most = max(self.most, self.reserved)
+        return torch.zeros(size, dtype=torch.uint8)
+
+
+@pytest.fixture
+def device() -> Generator[Device]:
+    found = Device()
+    lane = SimpleNamespace(run=nullcontext)
+    names = ("mem_get_info", "max_memory_reserved", "memory_reserved", "memory_stats")
+    with (
+        patch.multiple(torch.cuda, **{name: getattr(found, name) for name in names}),
+        patch.object(module, "Lane", lambda _: lane),
+        patch.object(module, "sizes_of", lambda sources: [source.nbytes for source in sources]),
+        patch.object(torch, "empty", found.empty),
+    ):
+        yield found
+
+
+def sources(*sizes: int) -> list[Tensor]:
+    return [torch.full((size,), number, dtype=torch.uint8) for number, size in enumerate(sizes)]
+
+
+def test_room_is_kept_for_all_or_for_half_of_what_is_free(device: Device) -> None:
+    Aside(torch.device("cuda")).keep_room(sources(100, 50, 200))
+    assert device.asked == [200, 50]  # 100 more would be over (700 - 50) / 2
+    assert device.reserved == 550
+
+
+def test_what_is_kept_is_room_and_no_need_of_steps(device: Device) -> None:
+    aside, state = Aside(torch.device("cuda")), sources(100, 50, 200)
+    aside.keep_room(state)
+    device.reserved = device.most = 850  # steps have 600, and 250 are kept
+    found = aside.take(state, late=350)
+    assert sorted(found) == [0, 1, 2]  # 1000 - 600 - 50 are room
+    assert all(torch.equal(found[number], state[number]) for number in found)
+    assert aside.copies == list(found.values())
+
+
+def test_what_torch_gave_back_for_steps_is_kept_no_longer(device: Device) -> None:
+    aside, state = Aside(torch.device("cuda")), sources(100, 50, 200)
+    aside.keep_room(state)
+    device.reserved = device.most = 900  # all of it steps'
+    device.refusals += 1
+    assert sorted(aside.take(state, late=350)) == [1]  # 1000 - 900 - 50
+    assert sorted(aside.take(state, late=350)) == [1]  # and again: the peak stays theirs
+
+
+def test_where_the_device_has_no_room_nothing_is_copied_on_it(device: Device) -> None:
+    aside, state = Aside(torch.device("cuda")), sources(100, 50, 200)
+    with patch.object(torch, "empty", side_effect=torch.OutOfMemoryError("full")):
+        aside.keep_room(state)
+    device.reserved = device.most = 960
+    assert aside.take(state, late=350) == {}
+
+
+def test_on_a_cpu_nothing_is_kept() -> None:
+    Aside(torch.device("cpu")).keep_room(sources(100))
