@@ -14,7 +14,7 @@ SPARE = 0.05  # of a device's memory, which is left free
 
 
 class Aside:
-    """The device's memory for copies, as far as steps leave it.
+    """The device's memory for copies, as far as steps leave it; made once, since torch keeps its cache by streams.
 
     [Note: room for copies] The device stands still while torch asks it for memory, 11 ms a gigabyte on an H200. So torch's cache
     gets some before the first step, and gives it back by itself if steps come to need it: then none of it counts as kept.
@@ -28,7 +28,7 @@ class Aside:
         """that have not passed yet"""
         self._needed = 0  # bytes of the device's memory that steps have had
         self._kept = 0  # beside them, bytes of torch's cache
-        self._refusals = 0  # of the device, before that; after each torch empties its cache
+        self._freed = 0  # bytes that torch had given back to the device by then
 
     def keep_room(self, sources: Sequence[Tensor]) -> None:
         """Have torch's cache get what copies of all of them need, or half of what is free: steps have not had theirs yet."""
@@ -43,25 +43,26 @@ class Aside:
 
     def take(self, sources: Sequence[Tensor], late: int) -> dict[int, Tensor]:
         """Copies of the last ones, `late` bytes or more, as far as there is room, by their numbers; on the lane."""
-        most = torch.cuda.max_memory_reserved(self._device)
-        self._needed = max(self._needed, most - self._still_kept())
+        if self._freed == self._freed_now():
+            needed = torch.cuda.max_memory_reserved(self._device) - self._kept
+        else:  # what is reserved now is what steps took of it since
+            needed = torch.cuda.memory_reserved(self._device)
+        self._needed = max(self._needed, needed)
         sizes = sizes_of(sources)
         try:
             found = {number: sources[number].clone() for number in set_aside(sizes, late, self._room())}
         except torch.OutOfMemoryError:
             return {}
-        self._keeps(max(self._still_kept(), sum(sizes[number] for number in found)))
+        kept = self._kept if self._freed == self._freed_now() else 0
+        self._keeps(max(kept, sum(sizes[number] for number in found)))
         self.copies = list(found.values())
         return found
 
     def _keeps(self, nbytes: int) -> None:
-        self._kept, self._refusals = nbytes, self._refused()
+        self._kept, self._freed = nbytes, self._freed_now()
 
-    def _still_kept(self) -> int:
-        return self._kept if self._refusals == self._refused() else 0
-
-    def _refused(self) -> int:
-        return torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0)
+    def _freed_now(self) -> int:
+        return torch.cuda.memory_stats(self._device).get("reserved_bytes.all.freed", 0)
 
     def _room(self) -> int:
         """Bytes of the device that steps leave, torch's cache included, which has what earlier copies were in."""

@@ -68,11 +68,6 @@ class Copies:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    @property
-    def aside(self) -> list[Tensor]:
-        """Copies on the device that have not passed yet."""
-        return self._aside.copies
-
     def tell(self, facts: dict[str, Any]) -> None:
         """Put behind the state what there is to know of it; `facts` are rank 0's to say, and may be others at every save."""
         contents = (facts, self._handed.contents[1]) if self._handed.contents is not None else None
@@ -138,8 +133,9 @@ class Copies:
             at = self._begins[number]
             place = self._memory[at : at + size]
             if source.is_cuda:
+                source = _bytes(source)
                 for part, begin in in_pieces(place, at):
-                    part.copy_(_bytes(source)[begin : begin + len(part)], non_blocking=True)
+                    part.copy_(source[begin : begin + len(part)], non_blocking=True)
             else:
                 place.view(source.dtype).view(source.shape).copy_(source)
 

@@ -51,6 +51,7 @@ class HandOver:
         self._ways, self._world = ways, world
         self._bell = self._board = -1
         self._generation = 0
+        self._aside = Aside(world.device)
         self._planned: Signature = {}
         self._making: Making | None = None
         self._copies: Copies | None = None
@@ -66,7 +67,7 @@ class HandOver:
     @property
     def copies(self) -> list[Tensor]:
         """On the device, of what is being saved."""
-        return self._copies.aside if self._copies is not None else []
+        return self._aside.copies
 
     def wait(self, on_progress: Callable[[], None] = lambda: None) -> float:
         """Wait until the last save is a checkpoint, or has failed; returns the seconds that took, 0 if it was so already.
@@ -133,7 +134,9 @@ class HandOver:
             self._copies.before_update()
 
     def get_ready(self, state: dict[str, Tensor], *, patient: bool = True) -> None:
-        """Plan how this state is saved, and begin to make the memory for it, which takes seconds. Collective.
+        """Plan how this state is saved, and begin to make the memory for it, which takes seconds; `problem` if there is none.
+
+        Collective.
 
         Args:
             patient: the device is in use meanwhile; else its making ends earlier.
@@ -143,19 +146,23 @@ class HandOver:
         """
         planned, resolve = plan_save(state, self._world)
         self._planned = _signature(state)
-        lack = self._lack_of_memory(planned)  # before others take any
+        try:
+            self._world.barrier("hand saves over", self._lack_of_memory(planned))  # before any takes some
+        except DeadlineError:
+            raise
+        except WorldError as error:
+            self.problem = f"saves hold the ranks up: {error}"
+            return
         self._token = self._world.broadcast_text(secrets.token_hex(16) if self._world.is_main else None)
         contents = ({}, planned.tensors) if self._world.is_main else None
         handed = Handed(_table(planned.items), contents, planned.needed_bytes)
-        device, aside = self._world.device, Aside(self._world.device)
         if patient:
-            aside.keep_room(resolve(state))
+            self._aside.keep_room(resolve(state))
 
         def make(pause: Pause) -> Copies:
-            if lack:
-                raise OSError(lack)
             _require_same(self._ways)
-            return Copies(self._ways.memory, planned.items, resolve, handed, aside, device, pause)
+            places = planned.items, resolve, handed, self._aside
+            return Copies(self._ways.memory, *places, self._world.device, pause)
 
         self._making = Making(make)
 
@@ -164,7 +171,8 @@ class HandOver:
         if self._making is None or self._has_changed(state):
             self._give_up_making()
             self.get_ready(state, patient=False)
-        assert self._making is not None
+        if self._making is None:
+            return None
         made, lack = None, ""
         try:
             made = self._making.wait()

@@ -37,6 +37,8 @@ def get_ready_to_save(training: Training, done: int) -> None:
         return
     with suppress(CheckpointError):  # which the first save says
         saves.get_ready(training.state())
+    if saves.problem:
+        _tell(training, saves.problem)
 
 
 def _hand_over(training: Training, done: int) -> bool:
@@ -53,10 +55,15 @@ def _hand_over(training: Training, done: int) -> bool:
     state, facts = _state_to_keep(training, done), facts_of(training)
     if saves.take(done, state, facts, began, keep=_number_to_keep(training, done)):
         return True
-    if training.world.is_main:
-        run.event("alert", rank=0, message=saves.problem)
-    training.progress.say(saves.problem)
+    _tell(training, saves.problem)
     return False
+
+
+def _tell(training: Training, problem: str) -> None:
+    """Why ranks write themselves."""
+    if training.world.is_main:
+        training.run.event("alert", rank=0, message=problem)
+    training.progress.say(problem)
 
 
 def wait_for_save(training: Training, done: int) -> float:

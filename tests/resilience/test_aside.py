@@ -19,7 +19,7 @@ class Device:
     """Of 1,000 bytes, of which torch has some."""
 
     def __init__(self) -> None:
-        self.reserved, self.most, self.refusals = 300, 300, 0
+        self.reserved, self.most, self.freed = 300, 300, 0
         self.asked: list[int] = []
 
     def mem_get_info(self, device: object) -> tuple[int, int]:
@@ -32,7 +32,7 @@ class Device:
         return self.reserved
 
     def memory_stats(self, device: object) -> dict[str, int]:
-        return {"num_alloc_retries": self.refusals}
+        return {"reserved_bytes.all.freed": self.freed}
 
     def empty(self, size: int, **_: object) -> Tensor:
         self.asked.append(size)
@@ -78,10 +78,10 @@ def test_what_is_kept_is_room_and_no_need_of_steps(device: Device) -> None:
 def test_what_torch_gave_back_for_steps_is_kept_no_longer(device: Device) -> None:
     aside, state = Aside(torch.device("cuda")), sources(100, 50, 200)
     aside.keep_room(state)
-    device.reserved = device.most = 900  # all of it steps'
-    device.refusals += 1
-    assert sorted(aside.take(state, late=350)) == [1]  # 1000 - 900 - 50
-    assert sorted(aside.take(state, late=350)) == [1]  # and again: the peak stays theirs
+    device.most, device.reserved = 950, 700  # steps needed 700, beside which all that was kept had no room
+    device.freed += 250
+    assert sorted(aside.take(state, late=350)) == [1, 2]  # 1000 - 700 - 50
+    assert sorted(aside.take(state, late=350)) == [1, 2]
 
 
 def test_where_the_device_has_no_room_nothing_is_copied_on_it(device: Device) -> None:

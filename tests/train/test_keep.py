@@ -15,12 +15,14 @@ from shoal.train.setup import Training
 class Saves:
     """Notes what it was told to get ready for."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error: Exception | None = None, problem: str = "") -> None:
         self.states: list[Any] = []
-        self._error = error
+        self.problem = ""
+        self._error, self._found = error, problem
 
     def get_ready(self, state: Any) -> None:
         self.states.append(state)
+        self.problem = self._found
         if self._error is not None:
             raise self._error
 
@@ -55,6 +57,18 @@ def test_it_is_made_by_the_first_save_where_a_device_records_its_steps() -> None
     saves = Saves()
     get_ready_to_save(training_of(10, 100, saves, recorded=True), 0)
     assert saves.states == []
+
+
+def test_where_there_is_no_room_that_is_told_at_once() -> None:
+    said: list[str] = []
+    events: list[dict[str, Any]] = []
+    training = cast(Any, training_of(10, 100, Saves(problem="saves hold the ranks up: no room")))
+    training.world = SimpleNamespace(is_main=True)
+    training.progress = SimpleNamespace(say=said.append)
+    training.run = SimpleNamespace(event=lambda kind, **facts: events.append({"event": kind, **facts}))
+    get_ready_to_save(training, 0)
+    assert said == ["saves hold the ranks up: no room"]
+    assert events == [{"event": "alert", "rank": 0, "message": "saves hold the ranks up: no room"}]
 
 
 def test_nobody_to_hand_over_to_and_a_state_that_cannot_be_saved_do_not_end_a_run() -> None:
