@@ -43,10 +43,12 @@ class Aside:
 
     def take(self, sources: Sequence[Tensor], late: int) -> dict[int, Tensor]:
         """Copies of the last ones, `late` bytes or more, as far as there is room, by their numbers; on the lane."""
-        if self._freed == self._freed_now():
-            needed = torch.cuda.max_memory_reserved(self._device) - self._kept
-        else:  # what is reserved now is what steps took of it since
+        if (
+            self._kept and self._freed != self._freed_now()
+        ):  # the peak has what was kept, and steps have had it since
             needed = torch.cuda.memory_reserved(self._device)
+        else:
+            needed = torch.cuda.max_memory_reserved(self._device) - self._kept
         self._needed = max(self._needed, needed)
         sizes = sizes_of(sources)
         try:

@@ -33,8 +33,6 @@ from shoal.world import DeadlineError, World, WorldError
 
 POLL_S = 0.002
 SPARE = 0.05  # of the host's memory, which a copy of the state must leave free
-
-
 Signature = dict[str, tuple[torch.Size, torch.dtype]]
 
 
@@ -222,11 +220,9 @@ class HandOver:
         """What to say if this host has no room for a copy of what its ranks save, told by one of them; empty if it has."""
         if self._world.local_rank != 0:
             return ""
-        on_one = (
-            self._world.size == self._world.local_size
-        )  # else each machine has its own part, about so much
-        own = self._world.local_size * sum(map(item_bytes, planned.items))
-        needed_bytes, now = planned.needed_bytes if on_one else own, memory()
+        needed_bytes, now = planned.needed_bytes, memory()
+        if self._world.size > self._world.local_size:  # each machine has its own part, about so much
+            needed_bytes = self._world.local_size * sum(map(item_bytes, planned.items))
         try:
             there = self._world.local_size * Path(self._ways.memory).stat().st_blocks * 512  # of ranks before
         except OSError as error:

@@ -84,6 +84,12 @@ def test_what_torch_gave_back_for_steps_is_kept_no_longer(device: Device) -> Non
     assert sorted(aside.take(state, late=350)) == [1, 2]
 
 
+def test_where_nothing_was_kept_the_peak_is_what_steps_need(device: Device) -> None:
+    aside, state = Aside(torch.device("cuda")), sources(100, 50, 200)
+    device.most, device.reserved, device.freed = 850, 600, 250  # as after steps that were recorded
+    assert sorted(aside.take(state, late=350)) == [1]  # 1000 - 850 - 50
+
+
 def test_where_the_device_has_no_room_nothing_is_copied_on_it(device: Device) -> None:
     aside, state = Aside(torch.device("cuda")), sources(100, 50, 200)
     with patch.object(torch, "empty", side_effect=torch.OutOfMemoryError("full")):

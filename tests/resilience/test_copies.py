@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from contextlib import closing, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +16,8 @@ from torch import Tensor
 from shoal.checkpoint.folder import list_checkpoints
 from shoal.checkpoint.plain import whole_tensors
 from shoal.parallel.host import PIECE
-from shoal.resilience.aside import set_aside
+from shoal.resilience import aside, copies
+from shoal.resilience.aside import Aside, set_aside
 from shoal.resilience.copies import ALL, in_pieces, passes_in
 from shoal.resilience.handover import HandOver
 from shoal.world import World, join_world
@@ -121,6 +126,95 @@ def test_what_is_handed_over_does_not_change_with_what_comes_after(tmp_path: Pat
     with join_world(rank=0, size=1, device="cpu") as world:
         assert hand_over_and_go_on(tmp_path, world, ALL) == (ALL, 0)
     assert_as_they_were(tmp_path, "cpu")
+
+
+class OnDevice(Tensor):
+    """In host memory, and says that it is not."""
+
+    is_cuda = property(lambda self: True)  # pyrefly: ignore[bad-override]
+
+
+class Moment:
+    """An event of a device that does everything at once, a millisecond each."""
+
+    _clock = itertools.count()
+
+    def __init__(self, **_: bool) -> None:
+        self.at = -1
+
+    def record(self) -> None:
+        self.at = next(self._clock)
+
+    def query(self) -> bool:
+        return self.at >= 0
+
+    def wait(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, later: Moment) -> float:
+        return float(later.at - self.at)
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is called of a GPU is there, of 1 GiB, which torch has a quarter of."""
+    monkeypatch.setattr(torch.cuda, "Event", Moment)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (3 << 28, 1 << 30))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 1 << 28)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1 << 28)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {})
+    monkeypatch.setattr(aside, "Lane", lambda _: SimpleNamespace(run=nullcontext))
+    monkeypatch.setattr(Aside, "keep_room", lambda self, sources: None)  # asks torch for memory of the device
+    monkeypatch.setattr(copies, "lock_in_pieces", lambda memory, device, pause: 0)
+    monkeypatch.setattr(copies, "PIECE", 4096)
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize("early", [True, False], ids=["beside the steps", "at the first save"])
+def test_what_is_on_a_device_comes_by_pieces_and_in_two_parts(tmp_path: Path, early: bool) -> None:
+    plain = {
+        "model.a": torch.arange(5000.0),
+        "model.b": torch.arange(6000.0).view(60, 100).t(),
+        "model.one": torch.tensor(3.5),
+        "model.half": torch.arange(3001, dtype=torch.bfloat16),
+        "optimizer.host": torch.arange(777.0),
+        "buffer.mask": torch.arange(4099) % 3 == 0,
+    }
+    state = {
+        name: tensor if name == "optimizer.host" else tensor.as_subclass(OnDevice)
+        for name, tensor in plain.items()
+    }
+    chosen: list[int] = []
+    take = Aside.take
+
+    def noted(self: Aside, sources: list[Tensor], late: int) -> dict[int, Tensor]:
+        found = take(self, sources, late)
+        chosen.append(len(found))
+        return found
+
+    with (
+        saver_of(tmp_path, 1) as made,
+        join_world(rank=0, size=1, device="cpu") as world,
+        patch.object(world, "device", torch.device("cuda", 0)),
+        patch.object(Aside, "take", noted),
+        closing(HandOver(made.ways[0], world)) as saves,
+    ):
+        if early:
+            saves.get_ready(state)
+        for step in (1, 2):
+            assert saves.take(step, state, {}, time.monotonic(), keep=2)
+            saves.before_update()
+            saves.wait()
+            assert saves.copies == []
+            assert saves._copies is not None
+            saves._copies._in_time = 30_000
+    assert chosen[0] == 5 and 0 < chosen[1] < 5
+    found = list_checkpoints(tmp_path / "checkpoints")[0]
+    assert [checkpoint.step for checkpoint in found] == [1, 2]
+    for checkpoint in found:
+        loaded = dict(whole_tensors(checkpoint))
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in plain.items())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
