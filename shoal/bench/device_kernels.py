@@ -20,7 +20,7 @@ FLOAT8 = "float8_e4m3fn"
 LAYOUTS = ((False, True), (False, False), (True, False))
 
 
-SUSTAINED = (8192, 14336, 4096)  # m, n, k: 1.4 ms on an H100
+SUSTAINED = (8192, 14336, 4096)  # m, n, k: 0.96 TFLOP
 
 
 class Both(NamedTuple):

@@ -27,7 +27,6 @@ LAYERS = 12
 WARMUP, STEPS = 10, 40
 KINDS = EAGER, COMPILED = "eager", "compiled"
 MOST = 6.0  # times as long as an operator alone: more is no matter of operators
-Predicted = Callable[[Settings, Profile], float]
 
 
 def settings_of(ranks: int, how: str) -> Settings:

@@ -20,6 +20,11 @@ def test_on_a_cpu_numbers_are_there_and_have_no_clock() -> None:
     assert second.seconds_after(first) is None
 
 
+def test_numbers_of_a_type_that_would_be_misread_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"torch\.bfloat16 cannot be sent"):
+        Mail().send(torch.ones(3, dtype=torch.bfloat16))
+
+
 def test_memory_is_locked_piece_by_piece_until_one_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[int] = []
     pauses: list[float] = []
