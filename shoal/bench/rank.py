@@ -68,7 +68,7 @@ class Course:
 
     def __init__(self, training: Training, feed: Iterator[StepBatch], pauses: Pauses) -> None:
         self._training, self._feed, self._pauses = training, feed, pauses
-        self._clock, self._unread = Clock(), list[StepResult]()
+        self._clock, self._unread = Clock(training.world.device), list[StepResult]()
         self._ahead = int(training.world.device.type == "cuda")
         self.waits: list[float] = []
         self.seconds: list[float] = []

@@ -91,6 +91,15 @@ class Sent(NamedTuple):
         return earlier.arrived.elapsed_time(self.arrived) / 1000
 
 
+def nothing_sent(device: torch.device) -> Sent:
+    """No numbers, which arrive when the device has done what it was asked for until now: a point in its time."""
+    arrived = None
+    if device.type == "cuda":
+        arrived = torch.cuda.Event(enable_timing=True)
+        arrived.record(torch.cuda.current_stream(device))
+    return Sent(torch.empty(0), arrived)
+
+
 class Mail:
     """Sends numbers of a device to the host, past what copies are on their way; see [Note: numbers beside copies]."""
 

@@ -16,8 +16,10 @@ SPARE = 0.05  # of a device's memory, which is left free
 class Aside:
     """The device's memory for copies, as far as steps leave it; made once, since torch keeps its cache by streams.
 
-    [Note: room for copies] The device stands still while torch asks it for memory, 11 ms a gigabyte on an H200. So torch's cache
-    gets some before the first step, and gives it back by itself if steps come to need it: then none of it counts as kept.
+    [Note: room for copies] A device stands still while torch asks it for memory, 11 ms a gigabyte on an H200, and those of a host
+    get theirs one after the other. So torch's cache gets it once, when steps have had theirs: before, it would have to be guessed
+    how much they leave, and where the guess is high torch gives all of it back in the first step. It does so by itself as well if
+    steps come to need more: then none of it counts as kept.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,26 +32,19 @@ class Aside:
         self._kept = 0  # beside them, bytes of torch's cache
         self._freed = 0  # bytes that torch had given back to the device by then
 
-    def keep_room(self, sources: Sequence[Tensor]) -> None:
-        """Have torch's cache get what copies of all of them need, or half of what is free: steps have not had theirs yet."""
+    def keep_room(self, sizes: Sequence[int]) -> None:
+        """Have torch's cache get what copies of so many bytes each need, as far as steps, which have had theirs, leave it."""
         if self._device.type != "cuda":
             return
-        sizes = sizes_of(sources)
-        free, total = torch.cuda.mem_get_info(self._device)
-        chosen = set_aside(sizes, sum(sizes), (free - int(SPARE * total)) // 2)
+        self._note_needs()
+        chosen = set_aside(sizes, sum(sizes), self._room())
         with suppress(RuntimeError), self.lane.run():  # what cannot be had now may be there when it is needed
             held = [torch.empty(sizes[number], dtype=torch.uint8, device=self._device) for number in chosen]
             self._keeps(sum(map(len, held)))
 
     def take(self, sources: Sequence[Tensor], late: int) -> dict[int, Tensor]:
         """Copies of the last ones, `late` bytes or more, as far as there is room, by their numbers; on the lane."""
-        if (
-            self._kept and self._freed != self._freed_now()
-        ):  # the peak has what was kept, and steps have had it since
-            needed = torch.cuda.memory_reserved(self._device)
-        else:
-            needed = torch.cuda.max_memory_reserved(self._device) - self._kept
-        self._needed = max(self._needed, needed)
+        self._note_needs()
         sizes = sizes_of(sources)
         try:
             found = {number: sources[number].clone() for number in set_aside(sizes, late, self._room())}
@@ -59,6 +54,14 @@ class Aside:
         self._keeps(max(kept, sum(sizes[number] for number in found)))
         self.copies = list(found.values())
         return found
+
+    def _note_needs(self) -> None:
+        if self._kept and self._freed != self._freed_now():
+            # the peak has what was kept, and steps have had it since
+            needed = torch.cuda.memory_reserved(self._device)
+        else:
+            needed = torch.cuda.max_memory_reserved(self._device) - self._kept
+        self._needed = max(self._needed, needed)
 
     def _keeps(self, nbytes: int) -> None:
         self._kept, self._freed = nbytes, self._freed_now()

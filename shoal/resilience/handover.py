@@ -25,7 +25,7 @@ from shoal.checkpoint.store import plan_save
 from shoal.checkpoint.write import Recorder, item_bytes
 from shoal.observe.host import memory
 from shoal.parallel.host import Pause
-from shoal.resilience.aside import Aside
+from shoal.resilience.aside import Aside, sizes_of
 from shoal.resilience.copies import Copies, Making
 from shoal.resilience.saver import BOARD, SAVES, Bell, Handed, Saver, Ways, wanted, ways_of
 from shoal.run import CheckpointPolicy, Run
@@ -33,6 +33,7 @@ from shoal.world import DeadlineError, World, WorldError
 
 POLL_S = 0.002
 SPARE = 0.05  # of the host's memory, which a copy of the state must leave free
+SETTLED = 3  # updates; when the last of them is due, steps have had all memory of the device that they need
 Signature = dict[str, tuple[torch.Size, torch.dtype]]
 
 
@@ -49,7 +50,8 @@ class HandOver:
         self._ways, self._world = ways, world
         self._bell = self._board = -1
         self._generation = 0
-        self._aside = Aside(world.device)
+        self._aside, self._sizes = Aside(world.device), list[int]()
+        self._updates = 0  # until there is room for copies
         self._planned: Signature = {}
         self._making: Making | None = None
         self._copies: Copies | None = None
@@ -127,9 +129,13 @@ class HandOver:
                 os.close(file)
 
     def before_update(self) -> None:
-        """Have the device copy what is being copied before it changes it."""
+        """Have the device copy what is being copied before it changes it; told at every step."""
         if self._copies is not None:
             self._copies.before_update()
+        elif self._sizes:
+            self._updates += 1
+            if self._updates == SETTLED:
+                self._aside.keep_room(self._sizes)
 
     def get_ready(self, state: dict[str, Tensor], *, patient: bool = True) -> None:
         """Plan how this state is saved, and begin to make the memory for it, which takes seconds; `problem` if there is none.
@@ -155,7 +161,7 @@ class HandOver:
         contents = ({}, planned.tensors) if self._world.is_main else None
         handed = Handed(_table(planned.items), contents, planned.needed_bytes)
         if patient:
-            self._aside.keep_room(resolve(state))
+            self._sizes = sizes_of(resolve(state))
 
         def make(pause: Pause) -> Copies:
             _require_same(self._ways)

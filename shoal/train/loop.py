@@ -8,12 +8,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from shoal.config import Settings
 from shoal.data.batches import batches, eval_batches, numbers_of
 from shoal.data.cut import StepBatch
 from shoal.observe.metrics import Metrics, memory_bytes, reserved_bytes
 from shoal.observe.report import write_report
 from shoal.observe.status import RankStatus
+from shoal.parallel.host import Sent, nothing_sent
 from shoal.resilience.faults import show_state
 from shoal.resilience.handover import hand_over
 from shoal.run import Run
@@ -106,7 +109,7 @@ def train_steps(training: Training, done: int, stop: StopFlag, pauses: Pauses) -
     status, steps = training.status, training.settings.train.steps
     asynchronous = training.world.device.type == "cuda"
     unread: list[StepResult] = []
-    clock, stopped = Clock(), False
+    clock, stopped = Clock(training.world.device), False
 
     def read() -> None:
         nonlocal stopped
@@ -144,21 +147,24 @@ def train_steps(training: Training, done: int, stop: StopFlag, pauses: Pauses) -
 class Clock:
     """Seconds between the ends of steps: by the device where it has a clock, since the host reads them late."""
 
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self._before: StepResult | None = None
-        self.skipped = 0
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.skipped = device, 0
+        self.restart()
 
     def lap(self, result: StepResult) -> float:
         """Seconds that a step took."""
         now = time.perf_counter()
-        seconds = result.seconds_after(self._before) if self._before is not None else None
-        self._before, waited, self._last = result, now - self._last, now
+        seconds = result.sent.seconds_after(self._before)
+        self._before, waited, self._last = result.sent, now - self._last, now
         return waited if seconds is None else seconds
 
     def restart(self) -> None:
-        """Do not count what happened since the last lap."""
-        self._last, self._before = time.perf_counter(), None
+        """Between steps: do not count what happened since the last lap."""
+        self._last, self._before = time.perf_counter(), nothing_sent(self._device)
+
+    def interrupted(self) -> None:
+        """As `restart`, within a step of which the device has done some: this one is timed by the host."""
+        self._last, self._before = time.perf_counter(), Sent(torch.empty(0))
 
 
 def _periods(settings: Settings) -> tuple[int, int, int]:
@@ -238,7 +244,7 @@ def _note_skipped(training: Training, result: StepResult, metrics: Metrics, cloc
         samples = numbers_of(training.datasets.train, training.settings.job)
         cause = find_cause(training.step, result, samples)
         training.progress.say(f"step {metrics.step} was skipped: {cause.message}")
-        clock.restart()
+        clock.interrupted()
     if training.world.is_main:
         numbers = {"loss": str(metrics.loss), "grad_norm": str(metrics.grad_norm)}
         training.run.event("step skipped", step=metrics.step, **numbers, **(cause.record() if cause else {}))

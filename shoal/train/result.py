@@ -32,17 +32,14 @@ class StepResult:
         self.step = batch.step
         self.lr = lr
         self.batch, self.losses = batch, losses
+        self.sent = sent
+        """at the end of the step"""
         self._numbers: Numbers | None = None
-        self._sent = sent
-
-    def seconds_after(self, earlier: StepResult) -> float | None:
-        """From the end of an earlier step to the end of this one, by the device's clock; None on a CPU."""
-        return self._sent.seconds_after(earlier._sent)
 
     @property
     def numbers(self) -> Numbers:
         if self._numbers is None:
-            loss, norm, weight, skipped, stop = self._sent.read()
+            loss, norm, weight, skipped, stop = self.sent.read()
             self._numbers = Numbers(loss, norm, weight, skipped > 0, stop > 0)
         return self._numbers
 

@@ -59,16 +59,18 @@ def sources(*sizes: int) -> list[Tensor]:
     return [torch.full((size,), number, dtype=torch.uint8) for number, size in enumerate(sizes)]
 
 
-def test_room_is_kept_for_all_or_for_half_of_what_is_free(device: Device) -> None:
-    Aside(torch.device("cuda")).keep_room(sources(100, 50, 200))
-    assert device.asked == [200, 50]  # 100 more would be over (700 - 50) / 2
-    assert device.reserved == 550
+def test_room_is_kept_for_as_much_as_steps_leave(device: Device) -> None:
+    device.reserved, device.most = 500, 650  # of which torch has given some back
+    Aside(torch.device("cuda")).keep_room([100, 50, 200])
+    assert device.asked == [200, 50]  # 100 more would be over 1000 - 650 - 50
+    assert device.reserved == 750
 
 
 def test_what_is_kept_is_room_and_no_need_of_steps(device: Device) -> None:
     aside, state = Aside(torch.device("cuda")), sources(100, 50, 200)
-    aside.keep_room(state)
-    device.reserved = device.most = 850  # steps have 600, and 250 are kept
+    device.reserved = device.most = 600
+    aside.keep_room([100, 50, 200])
+    assert device.reserved == device.most == 950
     found = aside.take(state, late=350)
     assert sorted(found) == [0, 1, 2]  # 1000 - 600 - 50 are room
     assert all(torch.equal(found[number], state[number]) for number in found)
@@ -77,9 +79,12 @@ def test_what_is_kept_is_room_and_no_need_of_steps(device: Device) -> None:
 
 def test_what_torch_gave_back_for_steps_is_kept_no_longer(device: Device) -> None:
     aside, state = Aside(torch.device("cuda")), sources(100, 50, 200)
-    aside.keep_room(state)
-    device.most, device.reserved = 950, 700  # steps needed 700, beside which all that was kept had no room
-    device.freed += 250
+    aside.keep_room([100, 50, 200])
+    device.most, device.reserved = (
+        950,
+        700,
+    )  # steps came to need 700, beside which all that was kept had no room
+    device.freed += 350
     assert sorted(aside.take(state, late=350)) == [1, 2]  # 1000 - 700 - 50
     assert sorted(aside.take(state, late=350)) == [1, 2]
 
@@ -93,10 +98,10 @@ def test_where_nothing_was_kept_the_peak_is_what_steps_need(device: Device) -> N
 def test_where_the_device_has_no_room_nothing_is_copied_on_it(device: Device) -> None:
     aside, state = Aside(torch.device("cuda")), sources(100, 50, 200)
     with patch.object(torch, "empty", side_effect=torch.OutOfMemoryError("full")):
-        aside.keep_room(state)
+        aside.keep_room([100, 50, 200])
     device.reserved = device.most = 960
     assert aside.take(state, late=350) == {}
 
 
 def test_on_a_cpu_nothing_is_kept() -> None:
-    Aside(torch.device("cpu")).keep_room(sources(100))
+    Aside(torch.device("cpu")).keep_room([100])

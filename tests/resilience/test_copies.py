@@ -19,7 +19,7 @@ from shoal.parallel.host import PIECE
 from shoal.resilience import aside, copies
 from shoal.resilience.aside import Aside, set_aside
 from shoal.resilience.copies import ALL, in_pieces, passes_in
-from shoal.resilience.handover import HandOver
+from shoal.resilience.handover import SETTLED, HandOver
 from shoal.world import World, join_world
 from tests.resilience.test_saver import saver_of
 
@@ -165,7 +165,6 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1 << 28)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {})
     monkeypatch.setattr(aside, "Lane", lambda _: SimpleNamespace(run=nullcontext))
-    monkeypatch.setattr(Aside, "keep_room", lambda self, sources: None)  # asks torch for memory of the device
     monkeypatch.setattr(copies, "lock_in_pieces", lambda memory, device, pause: 0)
     monkeypatch.setattr(copies, "PIECE", 4096)
 
@@ -186,7 +185,7 @@ def test_what_is_on_a_device_comes_by_pieces_and_in_two_parts(tmp_path: Path, ea
         for name, tensor in plain.items()
     }
     chosen: list[int] = []
-    take = Aside.take
+    take, kept = Aside.take, list[list[int]]()
 
     def noted(self: Aside, sources: list[Tensor], late: int) -> dict[int, Tensor]:
         found = take(self, sources, late)
@@ -198,10 +197,17 @@ def test_what_is_on_a_device_comes_by_pieces_and_in_two_parts(tmp_path: Path, ea
         join_world(rank=0, size=1, device="cpu") as world,
         patch.object(world, "device", torch.device("cuda", 0)),
         patch.object(Aside, "take", noted),
+        patch.object(Aside, "keep_room", lambda self, sizes: kept.append(sizes)),
         closing(HandOver(made.ways[0], world)) as saves,
     ):
         if early:
             saves.get_ready(state)
+            for number in range(SETTLED + 1):
+                assert len(kept) == (number >= SETTLED)
+                saves.before_update()
+            assert [sum(sizes) for sizes in kept] == [
+                sum(part.nbytes for part in state.values() if part.is_cuda)
+            ]
         for step in (1, 2):
             assert saves.take(step, state, {}, time.monotonic(), keep=2)
             saves.before_update()
