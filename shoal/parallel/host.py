@@ -47,7 +47,13 @@ class Lane:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        with self.on():
+            yield
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """As `run`, but for what the device was asked for since copies were last asked for: in any thread."""
+        with torch.cuda.stream(self._stream):  # does nothing if there is none
             yield
 
     def mark(self) -> Mark:

@@ -47,9 +47,15 @@ class Aside:
         self._note_needs()
         sizes = sizes_of(sources)
         try:
-            found = {number: sources[number].clone() for number in set_aside(sizes, late, self._room())}
+            chosen = set_aside(sizes, late, self._room())
+            made = [torch.empty_like(sources[number]) for number in chosen]
         except torch.OutOfMemoryError:
             return {}
+        if (
+            made
+        ):  # by few kernels, since a stream takes no more than it does of copies: [Note: copies on their way]
+            torch._foreach_copy_(made, [sources[number] for number in chosen])
+        found = dict(zip(chosen, made, strict=True))
         kept = self._kept if self._freed == self._freed_now() else 0
         self._keeps(max(kept, sum(sizes[number] for number in found)))
         self.copies = list(found.values())

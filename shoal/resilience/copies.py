@@ -2,9 +2,12 @@
 
 [Note: copies beside the next step] On a GPU copies run on a stream of their own. Nothing but the update, and the forward pass for
 buffers, writes into what is copied: the update's stream waits for the copies (`before_update`), and buffers are copied on the
-device first. A thread waits for the last copy and rings; the host never does. On a CPU the copy is made at once. To make the
-memory and lock it takes 0.4 s a gigabyte: a thread does that beside the first steps (`Making`), piece by piece, since CUDA takes
-no launch meanwhile; but not where steps are recorded, which is refused while another thread asks for memory.
+device first. A thread asks for the copies, waits for the last and rings; the host never does. On a CPU the copy is made at once.
+To make the memory and lock it takes 0.4 s a gigabyte: a thread does that beside the first steps (`Making`), piece by piece, since
+CUDA takes no launch meanwhile; but not where steps are recorded, which is refused while another thread asks for memory.
+
+[Note: copies on their way] A stream takes some 1,000 copies; who asks for another waits until one is done. An 8B model is 1,343
+of them on one rank of two, which waited for 0.3 s, and the other with it. So the thread asks, and has 512 on their way at most.
 
 [Note: what does not pass in time] There is one step until the next update, and an H200's link to host memory takes 54 GB a second
 (`planner/profiles/h200.json`). Of a larger state the rest is copied on the device first, where it has room (`Aside`), and passes
@@ -96,16 +99,12 @@ class Copies:
                 nbytes = sum(sizes_of(sources))
                 passing = _Passing(nbytes)
                 aside = self._aside.take(sources, nbytes - self._in_time) if nbytes > self._in_time else {}
-                self._copy(numbered for numbered in enumerate(sources) if numbered[0] not in aside)
-                passing.released.record()
-                self._copy(aside.items())
-                passing.copied.record()
         held_up_s = time.monotonic() - began
         if not before.query():  # the device had the step before to do all the while
             held_up_s = 0.0
         self._passing = passing
         self._thread = threading.Thread(
-            target=self._when_copied, args=(passing, sources, then, held_up_s), daemon=True
+            target=self._pass, args=(passing, sources, aside, then, held_up_s), daemon=True
         )
         self._thread.start()
 
@@ -114,6 +113,7 @@ class Copies:
         if passing is not None and passing.update is None:
             update = torch.cuda.Event(enable_timing=True)
             update.record()
+            passing.asked_for.wait()  # the device still has the step to do
             passing.released.wait()
             passing.update = update
 
@@ -125,8 +125,10 @@ class Copies:
         if self._error is not None:
             raise self._error
 
-    def _copy(self, numbered: Iterable[tuple[int, Tensor]]) -> None:
-        """Ask for copies of items to where they lie."""
+    def _copy(
+        self, numbered: Iterable[tuple[int, Tensor]], on_copy: Callable[[], None] = lambda: None
+    ) -> None:
+        """Ask for copies of items to where they lie; `on_copy` is called after each that a device makes."""
         for number, source in numbered:
             if not (size := source.nbytes):
                 continue
@@ -136,20 +138,55 @@ class Copies:
                 source = _bytes(source)
                 for part, begin in in_pieces(place, at):
                     part.copy_(source[begin : begin + len(part)], non_blocking=True)
+                    on_copy()
             else:
                 place.view(source.dtype).view(source.shape).copy_(source)
 
-    def _when_copied(
-        self, passing: _Passing, held: list[Tensor], then: Callable[[float], None], held_up_s: float
+    def _pass(
+        self,
+        passing: _Passing,
+        sources: list[Tensor],
+        aside: dict[int, Tensor],
+        then: Callable[[float], None],
+        held_up_s: float,
     ) -> None:
-        """`held` keeps what is read, also by copies on the device, until all has passed."""
+        """In a thread, which keeps what is read, also by copies on the device, until all has passed."""
         try:
+            pace = Pace()
+            with torch.no_grad(), self._aside.lane.on():
+                direct = (numbered for numbered in enumerate(sources) if numbered[0] not in aside)
+                self._copy(direct, pace.step)
+                passing.released.record()
+                passing.asked_for.set()
+                self._copy(aside.items(), pace.step)
+                passing.copied.record()
             passing.copied.synchronize()
             self._aside.copies = []
             self._in_time = passing.in_time
             then(held_up_s + passing.late_s)
         except Exception as error:  # of the device; told by who waits
             self._error = error
+        finally:
+            passing.asked_for.set()
+
+
+class Pace:
+    """Waits, on the host, so that no more than two groups of copies are on their way; see [Note: copies on their way]."""
+
+    def __init__(self, group: int = 256) -> None:
+        self._group, self._asked = group, 0
+        self._last: torch.cuda.Event | None = None
+
+    def step(self) -> None:
+        """There is one more."""
+        self._asked += 1
+        if self._asked % self._group:
+            return
+        mark = torch.cuda.Event(blocking=True)
+        mark.record()
+        if self._last is not None:
+            self._last.synchronize()
+        self._last = mark
 
 
 class StoppedError(RuntimeError):
@@ -201,6 +238,8 @@ class _Passing:
         self._began = torch.cuda.Event(enable_timing=True)
         self.released = torch.cuda.Event(enable_timing=True)
         """from here on an update may write"""
+        self.asked_for = threading.Event()
+        """what lies before `released` is on its way, or never will be"""
         self.copied = torch.cuda.Event(enable_timing=True, blocking=True)
         self.update: torch.cuda.Event | None = None
         self._began.record()

@@ -18,7 +18,7 @@ from shoal.checkpoint.plain import whole_tensors
 from shoal.parallel.host import PIECE
 from shoal.resilience import aside, copies
 from shoal.resilience.aside import Aside, set_aside
-from shoal.resilience.copies import ALL, in_pieces, passes_in
+from shoal.resilience.copies import ALL, Pace, in_pieces, passes_in
 from shoal.resilience.handover import SETTLED, HandOver
 from shoal.world import World, join_world
 from tests.resilience.test_saver import saver_of
@@ -164,9 +164,29 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 1 << 28)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1 << 28)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {})
-    monkeypatch.setattr(aside, "Lane", lambda _: SimpleNamespace(run=nullcontext))
+    monkeypatch.setattr(aside, "Lane", lambda _: SimpleNamespace(run=nullcontext, on=nullcontext))
     monkeypatch.setattr(copies, "lock_in_pieces", lambda memory, device, pause: 0)
     monkeypatch.setattr(copies, "PIECE", 4096)
+
+
+def test_no_more_than_two_groups_of_copies_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    done, asked, most = 0, 0, 0
+
+    class Mark(Moment):
+        def record(self) -> None:
+            self.at = asked
+
+        def synchronize(self) -> None:
+            nonlocal done
+            done = self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    pace = Pace(group=10)
+    for _ in range(95):
+        asked += 1
+        pace.step()
+        most = max(most, asked - done)
+    assert (done, most) == (80, 19)
 
 
 @pytest.mark.usefixtures("pretended")
@@ -235,3 +255,25 @@ def test_on_a_gpu_an_update_waits_for_no_more_than_has_no_copy_on_the_device(
     assert learned < (PARTS + 1) * each  # the update came at once
     late = max(0, (PARTS + 1) * each - in_time)
     assert late + each <= held <= late + 2 * each + MIB  # the mask is always copied
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("in_time", [ALL, 0])
+def test_on_a_gpu_more_copies_than_a_stream_takes_are_as_they_were(tmp_path: Path, in_time: int) -> None:
+    state = {f"model.{n}": torch.full((1000,), float(n), device="cuda") for n in range(1500)}
+    with (
+        join_world(rank=0, size=1, device="cuda") as world,
+        saver_of(tmp_path, 1) as made,
+        closing(HandOver(made.ways[0], world)) as saves,
+    ):
+        for step in (1, 2):
+            assert saves.take(step, state, {}, time.monotonic(), keep=2)
+            saves.before_update()
+            for tensor in state.values():
+                tensor.add_(1)
+            saves.wait()
+            assert saves._copies is not None
+            saves._copies._in_time = in_time
+    for checkpoint in list_checkpoints(tmp_path / "checkpoints")[0]:
+        loaded = dict(whole_tensors(checkpoint))
+        assert all(loaded[f"model.{n}"].eq(n + checkpoint.step - 1).all() for n in range(1500))
