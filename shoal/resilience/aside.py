@@ -51,9 +51,8 @@ class Aside:
             made = [torch.empty_like(sources[number]) for number in chosen]
         except torch.OutOfMemoryError:
             return {}
-        if (
-            made
-        ):  # by few kernels, since a stream takes no more than it does of copies: [Note: copies on their way]
+        if made:
+            # by few kernels: a stream takes only so many, see [Note: copies on their way]
             torch._foreach_copy_(made, [sources[number] for number in chosen])
         found = dict(zip(chosen, made, strict=True))
         kept = self._kept if self._freed == self._freed_now() else 0

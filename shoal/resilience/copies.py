@@ -2,12 +2,9 @@
 
 [Note: copies beside the next step] On a GPU copies run on a stream of their own. Nothing but the update, and the forward pass for
 buffers, writes into what is copied: the update's stream waits for the copies (`before_update`), and buffers are copied on the
-device first. A thread asks for the copies, waits for the last and rings; the host never does. On a CPU the copy is made at once.
-To make the memory and lock it takes 0.4 s a gigabyte: a thread does that beside the first steps (`Making`), piece by piece, since
-CUDA takes no launch meanwhile; but not where steps are recorded, which is refused while another thread asks for memory.
-
-[Note: copies on their way] A stream takes some 1,000 copies; who asks for another waits until one is done. An 8B model is 1,343
-of them on one rank of two, which waited for 0.3 s, and the other with it. So the thread asks, and has 512 on their way at most.
+device first. A thread waits for the last copy and rings; the host never does. On a CPU the copy is made at once. To make the
+memory and lock it takes 0.4 s a gigabyte: a thread does that beside the first steps (`Making`), piece by piece, since CUDA takes
+no launch meanwhile; but not where steps are recorded, which is refused while another thread asks for memory.
 
 [Note: what does not pass in time] There is one step until the next update, and an H200's link to host memory takes 54 GB a second
 (`planner/profiles/h200.json`). Of a larger state the rest is copied on the device first, where it has room (`Aside`), and passes
@@ -21,7 +18,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -33,11 +30,9 @@ from shoal.checkpoint.layout import HEADER_BYTES
 from shoal.checkpoint.write import item_bytes
 from shoal.parallel.host import PIECE, Pause, lock_in_pieces
 from shoal.resilience.aside import Aside, sizes_of
+from shoal.resilience.passing import Pair, Passing
 from shoal.resilience.saver import Handed
 from shoal.resilience.snapshot import opened
-
-ALL = 1 << 62
-SURELY = 0.9  # of the bytes that passed before an update: another time it may come sooner
 
 
 class Copies:
@@ -90,21 +85,27 @@ class Copies:
             found = zip(self._items, self._resolve(state), strict=True)
             sources = [_steady(item, data) for item, data in found]
             if not self.on_gpu:
-                self._copy(enumerate(sources))
+                for number, source in enumerate(sources):
+                    self._pairs_of(number, source)
                 then(time.monotonic() - began)
                 return
             before = torch.cuda.Event()
             before.record()
             with self._aside.lane.run():
+                passing = Passing()
                 nbytes = sum(sizes_of(sources))
-                passing = _Passing(nbytes)
                 aside = self._aside.take(sources, nbytes - self._in_time) if nbytes > self._in_time else {}
+                direct, later = list[Pair](), list[Pair]()
+                for number, source in enumerate(sources):
+                    found = self._pairs_of(number, aside.get(number, source))
+                    (later if number in aside else direct).extend(found)
+                passing.ask(direct, later)
         held_up_s = time.monotonic() - began
         if not before.query():  # the device had the step before to do all the while
             held_up_s = 0.0
         self._passing = passing
         self._thread = threading.Thread(
-            target=self._pass, args=(passing, sources, aside, then, held_up_s), daemon=True
+            target=self._when_copied, args=(passing, then, held_up_s), daemon=True
         )
         self._thread.start()
 
@@ -125,42 +126,21 @@ class Copies:
         if self._error is not None:
             raise self._error
 
-    def _copy(
-        self, numbered: Iterable[tuple[int, Tensor]], on_copy: Callable[[], None] = lambda: None
-    ) -> None:
-        """Ask for copies of items to where they lie; `on_copy` is called after each that a device makes."""
-        for number, source in numbered:
-            if not (size := source.nbytes):
-                continue
-            at = self._begins[number]
-            place = self._memory[at : at + size]
-            if source.is_cuda:
-                source = _bytes(source)
-                for part, begin in in_pieces(place, at):
-                    part.copy_(source[begin : begin + len(part)], non_blocking=True)
-                    on_copy()
-            else:
-                place.view(source.dtype).view(source.shape).copy_(source)
+    def _pairs_of(self, number: int, source: Tensor) -> list[Pair]:
+        """Places where an item lies, and what of the device is copied there; what is in host memory is copied now."""
+        at, size = self._begins[number], source.nbytes
+        place = self._memory[at : at + size]
+        if source.is_cuda:
+            read = source.contiguous().view(-1).view(torch.uint8)
+            return [(part, read[begin : begin + len(part)]) for part, begin in in_pieces(place, at)]
+        if size:
+            place.view(source.dtype).view(source.shape).copy_(source)
+        return []
 
-    def _pass(
-        self,
-        passing: _Passing,
-        sources: list[Tensor],
-        aside: dict[int, Tensor],
-        then: Callable[[float], None],
-        held_up_s: float,
-    ) -> None:
-        """In a thread, which keeps what is read, also by copies on the device, until all has passed."""
+    def _when_copied(self, passing: Passing, then: Callable[[float], None], held_up_s: float) -> None:
         try:
-            pace = Pace()
             with torch.no_grad(), self._aside.lane.on():
-                direct = (numbered for numbered in enumerate(sources) if numbered[0] not in aside)
-                self._copy(direct, pace.step)
-                passing.released.record()
-                passing.asked_for.set()
-                self._copy(aside.items(), pace.step)
-                passing.copied.record()
-            passing.copied.synchronize()
+                passing.ask_for_rest()
             self._aside.copies = []
             self._in_time = passing.in_time
             then(held_up_s + passing.late_s)
@@ -168,25 +148,6 @@ class Copies:
             self._error = error
         finally:
             passing.asked_for.set()
-
-
-class Pace:
-    """Waits, on the host, so that no more than two groups of copies are on their way; see [Note: copies on their way]."""
-
-    def __init__(self, group: int = 256) -> None:
-        self._group, self._asked = group, 0
-        self._last: torch.cuda.Event | None = None
-
-    def step(self) -> None:
-        """There is one more."""
-        self._asked += 1
-        if self._asked % self._group:
-            return
-        mark = torch.cuda.Event(blocking=True)
-        mark.record()
-        if self._last is not None:
-            self._last.synchronize()
-        self._last = mark
 
 
 class StoppedError(RuntimeError):
@@ -230,51 +191,6 @@ class Making:
             raise StoppedError
 
 
-class _Passing:
-    """A state on its way to host memory, by the clock of the stream that copies it."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._began = torch.cuda.Event(enable_timing=True)
-        self.released = torch.cuda.Event(enable_timing=True)
-        """from here on an update may write"""
-        self.asked_for = threading.Event()
-        """what lies before `released` is on its way, or never will be"""
-        self.copied = torch.cuda.Event(enable_timing=True, blocking=True)
-        self.update: torch.cuda.Event | None = None
-        self._began.record()
-
-    @property
-    def _has_come(self) -> bool:
-        """Whether there was an update before all was copied: one that comes later is not held up."""
-        return self.update is not None and self.update.query()
-
-    @property
-    def late_s(self) -> float:
-        """For how long the update waited."""
-        if self.update is None or not self._has_come:
-            return 0.0
-        return max(0.0, self.update.elapsed_time(self.released) / 1000)
-
-    @property
-    def in_time(self) -> int:
-        """Bytes that pass before an update comes, with something to spare."""
-        if self.update is None or not self._has_come:
-            return ALL
-        until_s = self._began.elapsed_time(self.update) / 1000
-        return passes_in(until_s, self._began.elapsed_time(self.copied) / 1000, self._nbytes)
-
-
-def passes_in(until_s: float, all_s: float, nbytes: int) -> int:
-    """Bytes that surely pass until an update comes, of so many that took `all_s` to pass.
-
-    Example:
-        >>> passes_in(0.5, 2.0, 1000)
-        225
-    """
-    return int(SURELY * until_s / all_s * nbytes) if all_s > 0 else ALL
-
-
 def in_pieces(place: Tensor, at: int) -> Iterator[tuple[Tensor, int]]:
     """What lies from `at` on of memory that was locked in pieces, cut where these end; and where in `place` each begins.
 
@@ -287,10 +203,6 @@ def in_pieces(place: Tensor, at: int) -> Iterator[tuple[Tensor, int]]:
         end = min(len(place), begin + PIECE - (at + begin) % PIECE)
         yield place[begin:end], begin
         begin = end
-
-
-def _bytes(source: Tensor) -> Tensor:
-    return source.contiguous().view(-1).view(torch.uint8)
 
 
 def _steady(item: WriteItem, data: Tensor) -> Tensor:

@@ -18,8 +18,9 @@ from shoal.checkpoint.plain import whole_tensors
 from shoal.parallel.host import PIECE
 from shoal.resilience import aside, copies
 from shoal.resilience.aside import Aside, set_aside
-from shoal.resilience.copies import ALL, Pace, in_pieces, passes_in
+from shoal.resilience.copies import in_pieces
 from shoal.resilience.handover import SETTLED, HandOver
+from shoal.resilience.passing import ALL, GROUP, Passing, passes_in
 from shoal.world import World, join_world
 from tests.resilience.test_saver import saver_of
 
@@ -169,24 +170,34 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "PIECE", 4096)
 
 
-def test_no_more_than_two_groups_of_copies_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    done, asked, most = 0, 0, 0
+@pytest.mark.parametrize("direct", [0, 1, GROUP, 1000, 3000])
+def test_copies_are_asked_for_as_others_get_done(monkeypatch: pytest.MonkeyPatch, direct: int) -> None:
+    asked, done, most = list[int](), 0, 0
 
     class Mark(Moment):
         def record(self) -> None:
-            self.at = asked
+            self.at = len(asked)
 
         def synchronize(self) -> None:
             nonlocal done
             done = self.at
 
+    def copied(places: list[Tensor], sources: list[Tensor], non_blocking: bool) -> None:
+        nonlocal most
+        assert non_blocking and len(places) == len(sources)
+        asked.extend(len(source) for source in sources)  # which tells them apart
+        most = max(most, len(asked) - done)
+
     monkeypatch.setattr(torch.cuda, "Event", Mark)
-    pace = Pace(group=10)
-    for _ in range(95):
-        asked += 1
-        pace.step()
-        most = max(most, asked - done)
-    assert (done, most) == (80, 19)
+    monkeypatch.setattr(torch, "_foreach_copy_", copied)
+    parts = [torch.empty(number, dtype=torch.uint8) for number in range(3000)]
+    passing = Passing()
+    passing.ask([(part, part) for part in parts[:direct]], [(part, part) for part in parts[direct:]])
+    assert passing.asked_for.is_set() == (direct <= 2 * GROUP)
+    assert done == 0 and len(asked) <= 3 * GROUP
+    passing.ask_for_rest()
+    assert asked == list(range(3000)) and most <= 3 * GROUP
+    assert passing.asked_for.is_set() and passing.released.at == direct and passing.copied.at == 3000  # pyrefly: ignore
 
 
 @pytest.mark.usefixtures("pretended")
