@@ -61,7 +61,7 @@ class Copies:
             # what cannot be is no error: the host waits for each copy into it
             lock_in_pieces(self._memory, self._device, pause)
         self._aside = aside
-        self._passing: _Passing | None = None
+        self._passing: Passing | None = None
         self._in_time = 0  # bytes that pass before the next update, as far as is known
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
