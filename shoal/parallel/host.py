@@ -52,7 +52,7 @@ class Lane:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """As `run`, but for what the device was asked for since copies were last asked for: in any thread."""
+        """As `run`, without waiting for the stream that is current: for more of the same copies, in any thread."""
         with torch.cuda.stream(self._stream):  # does nothing if there is none
             yield
 

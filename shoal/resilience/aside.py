@@ -11,6 +11,8 @@ from torch import Tensor
 from shoal.parallel.host import Lane
 
 SPARE = 0.05  # of a device's memory, which is left free
+WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""types by which tensors of so many bytes an element are copied: many at once only where all are of one"""
 
 
 class Aside:
@@ -38,9 +40,12 @@ class Aside:
             return
         self._note_needs()
         chosen = set_aside(sizes, sum(sizes), self._room())
+        held: list[Tensor] = []
         with suppress(RuntimeError), self.lane.run():  # what cannot be had now may be there when it is needed
-            held = [torch.empty(sizes[number], dtype=torch.uint8, device=self._device) for number in chosen]
-            self._keeps(sum(map(len, held)))
+            held.extend(
+                torch.empty(sizes[number], dtype=torch.uint8, device=self._device) for number in chosen
+            )
+        self._keeps(sum(map(len, held)))
 
     def take(self, sources: Sequence[Tensor], late: int) -> dict[int, Tensor]:
         """Copies of the last ones, `late` bytes or more, as far as there is room, by their numbers; on the lane."""
@@ -51,9 +56,7 @@ class Aside:
             made = [torch.empty_like(sources[number]) for number in chosen]
         except torch.OutOfMemoryError:
             return {}
-        if made:
-            # by few kernels: a stream takes only so many, see [Note: copies on their way]
-            torch._foreach_copy_(made, [sources[number] for number in chosen])
+        _copy_all(made, [sources[number] for number in chosen])
         found = dict(zip(chosen, made, strict=True))
         kept = self._kept if self._freed == self._freed_now() else 0
         self._keeps(max(kept, sum(sizes[number] for number in found)))
@@ -78,6 +81,21 @@ class Aside:
         """Bytes of the device that steps leave, torch's cache included, which has what earlier copies were in."""
         free, total = torch.cuda.mem_get_info(self._device)
         return free + torch.cuda.memory_reserved(self._device) - self._needed - int(SPARE * total)
+
+
+def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """By few kernels, as far as tensors are contiguous: a stream takes only so many, see [Note: copies on their way]."""
+    by_width: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        width = WIDTHS.get(source.element_size())
+        if width is None or not (source.is_contiguous() and target.is_contiguous()):
+            target.copy_(source)
+            continue
+        to, of = by_width.setdefault(width, ([], []))
+        to.append(target.view(width))
+        of.append(source.view(width))
+    for to, of in by_width.values():
+        torch._foreach_copy_(to, of)
 
 
 def sizes_of(sources: Sequence[Tensor]) -> list[int]:

@@ -2,7 +2,7 @@
 
 [Note: copies beside the next step] On a GPU copies run on a stream of their own. Nothing but the update, and the forward pass for
 buffers, writes into what is copied: the update's stream waits for the copies (`before_update`), and buffers are copied on the
-device first. A thread waits for the last copy and rings; the host never does. On a CPU the copy is made at once. To make the
+device first. A thread waits for the last copy and rings. On a CPU the copy is made at once. To make the
 memory and lock it takes 0.4 s a gigabyte: a thread does that beside the first steps (`Making`), piece by piece, since CUDA takes
 no launch meanwhile; but not where steps are recorded, which is refused while another thread asks for memory.
 
@@ -82,24 +82,25 @@ class Copies:
     def fill(self, state: dict[str, Tensor], then: Callable[[float], None], began: float) -> None:
         """Copy the state, and call `then` with the seconds that this held the rank up, when it is there."""
         with torch.no_grad():
-            found = zip(self._items, self._resolve(state), strict=True)
-            sources = [_steady(item, data) for item, data in found]
+            resolved = zip(self._items, self._resolve(state), strict=True)
+            sources = [_steady(item, data) for item, data in resolved]
             if not self.on_gpu:
-                for number, source in enumerate(sources):
-                    self._pairs_of(number, source)
+                self._copy_from_host(sources)
                 then(time.monotonic() - began)
                 return
             before = torch.cuda.Event()
             before.record()
+            passing = Passing()
             with self._aside.lane.run():
-                passing = Passing()
                 nbytes = sum(sizes_of(sources))
                 aside = self._aside.take(sources, nbytes - self._in_time) if nbytes > self._in_time else {}
                 direct, later = list[Pair](), list[Pair]()
                 for number, source in enumerate(sources):
-                    found = self._pairs_of(number, aside.get(number, source))
-                    (later if number in aside else direct).extend(found)
-                passing.ask(direct, later)
+                    if source.is_cuda:
+                        pairs = self._pairs_of(number, aside.get(number, source))
+                        (later if number in aside else direct).extend(pairs)
+                passing.ask(direct, later, sources)
+            self._copy_from_host(sources)
         held_up_s = time.monotonic() - began
         if not before.query():  # the device had the step before to do all the while
             held_up_s = 0.0
@@ -114,9 +115,9 @@ class Copies:
         if passing is not None and passing.update is None:
             update = torch.cuda.Event(enable_timing=True)
             update.record()
+            passing.update = update
             passing.asked_for.wait()  # the device still has the step to do
             passing.released.wait()
-            passing.update = update
 
     def join(self) -> None:
         """Wait until the copies are there."""
@@ -126,19 +127,25 @@ class Copies:
         if self._error is not None:
             raise self._error
 
+    def _place_of(self, number: int, nbytes: int) -> Tensor:
+        return self._memory[self._begins[number] : self._begins[number] + nbytes]
+
     def _pairs_of(self, number: int, source: Tensor) -> list[Pair]:
-        """Places where an item lies, and what of the device is copied there; what is in host memory is copied now."""
-        at, size = self._begins[number], source.nbytes
-        place = self._memory[at : at + size]
-        if source.is_cuda:
-            read = source.contiguous().view(-1).view(torch.uint8)
-            return [(part, read[begin : begin + len(part)]) for part, begin in in_pieces(place, at)]
-        if size:
-            place.view(source.dtype).view(source.shape).copy_(source)
-        return []
+        """What is copied where, of an item of the device."""
+        place, read = self._place_of(number, source.nbytes), source.contiguous().view(-1).view(torch.uint8)
+        pieces = in_pieces(place, self._begins[number])
+        return [(part, read[begin : begin + len(part)]) for part, begin in pieces]
+
+    def _copy_from_host(self, sources: list[Tensor]) -> None:
+        """The items that are in host memory."""
+        for number, source in enumerate(sources):
+            if source.nbytes and not source.is_cuda:
+                self._place_of(number, source.nbytes).view(source.dtype).view(source.shape).copy_(source)
 
     def _when_copied(self, passing: Passing, then: Callable[[float], None], held_up_s: float) -> None:
         try:
+            # a thread begins with the first device, and leaving a stream would go back there, which takes some of its memory
+            torch.cuda.set_device(self._device)
             with torch.no_grad(), self._aside.lane.on():
                 passing.ask_for_rest()
             self._aside.copies = []

@@ -132,7 +132,7 @@ class HandOver:
         """Have the device copy what is being copied before it changes it; told at every step."""
         if self._copies is not None:
             self._copies.before_update()
-        elif self._sizes:
+        elif self._sizes and not self.problem:
             self._updates += 1
             if self._updates == SETTLED:
                 self._aside.keep_room(self._sizes)

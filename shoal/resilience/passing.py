@@ -24,25 +24,29 @@ class Passing:
     """Copies to host memory that have been asked for or will be, and when they are made by the clock of their stream."""
 
     def __init__(self) -> None:
-        """It begins now, on the stream that is current."""
         self.update: torch.cuda.Event | None = None
+        """when the first update after it was due"""
         self.released = torch.cuda.Event(enable_timing=True)
         """from here on an update may write"""
         self.copied = torch.cuda.Event(enable_timing=True, blocking=True)
+        """from here on all is in host memory"""
         self.asked_for = threading.Event()
         """what lies before `released` is on its way, or never will be"""
         self._began = torch.cuda.Event(enable_timing=True)
-        self._began.record()
         self._pairs: list[Pair] = []
+        self._held: list[Tensor] = []
         self._direct = self._asked = self._nbytes = 0
         self._marks: list[torch.cuda.Event] = []
 
-    def ask(self, direct: list[Pair], aside: list[Pair]) -> None:
-        """Ask the stream that is current for so many copies as it takes without holding the host up.
+    def ask(self, direct: list[Pair], aside: list[Pair], held: list[Tensor]) -> None:
+        """Ask the stream that is current for as many copies as it takes without holding the host up.
 
         Args:
             direct: which the update changes. aside: which it does not.
+            held: what else has to stay until all is copied: memory that other streams take again when nobody holds it.
         """
+        self._held = held
+        self._began.record()
         self._pairs, self._direct = direct + aside, len(direct)
         self._nbytes = sum(place.nbytes for place, _ in self._pairs)
         self._note()
@@ -55,7 +59,7 @@ class Passing:
             self._marks[-2].synchronize()
             self._ask_for_group()
         self.copied.synchronize()
-        self._pairs = []
+        self._pairs, self._held = [], []
 
     def _ask_for_group(self) -> None:
         first, end = self._asked, min(self._asked + GROUP, len(self._pairs))

@@ -33,7 +33,7 @@ class StepResult:
         self.lr = lr
         self.batch, self.losses = batch, losses
         self.sent = sent
-        """at the end of the step"""
+        """the numbers, on their way: they arrive at the end of the step"""
         self._numbers: Numbers | None = None
 
     @property

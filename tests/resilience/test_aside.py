@@ -103,5 +103,23 @@ def test_where_the_device_has_no_room_nothing_is_copied_on_it(device: Device) ->
     assert aside.take(state, late=350) == {}
 
 
+@pytest.mark.parametrize(
+    "dtypes", [[torch.float32] * 3, [torch.int64, torch.bool, torch.float32], [torch.uint16] * 3]
+)
+def test_copies_are_made_by_one_call_for_each_width(device: Device, dtypes: list[torch.dtype]) -> None:
+    """Those that lie apart by one each."""
+    aside, calls, copy_many = Aside(torch.device("cuda")), list[int](), torch._foreach_copy_
+    state = [torch.arange(9).to(dtype) for dtype in dtypes] + [torch.arange(12.0).view(3, 4)[:, :2]]
+
+    def noted(targets: list[Tensor], sources: list[Tensor]) -> None:
+        calls.append(len(targets))
+        copy_many(targets, sources)
+
+    with patch.object(torch, "_foreach_copy_", noted):
+        found = aside.take(state, late=1000)
+    assert sorted(calls) == ([3] if len(set(dtypes)) == 1 else [1, 1, 1])
+    assert all(found[n].dtype == state[n].dtype and torch.equal(found[n], state[n]) for n in range(4))
+
+
 def test_on_a_cpu_nothing_is_kept() -> None:
     Aside(torch.device("cpu")).keep_room([100])

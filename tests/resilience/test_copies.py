@@ -95,9 +95,9 @@ def hand_over_and_go_on(folder: Path, world: World, in_time: int) -> tuple[int, 
             before = _held(device)
             assert saves.take(step, state, {}, time.monotonic(), keep=2)
             held = torch.cuda.max_memory_allocated() - before if before else 0  # it may be gone again by now
-            saves.before_update()
             # where the device takes memory of what was let go of
             torch.full((EACH[device],), 7, dtype=torch.uint8, device=device)
+            saves.before_update()
             for name, tensor in state.items():
                 tensor.logical_not_() if name == MASK else tensor.add_(1)
             saves.wait()
@@ -158,8 +158,10 @@ class Moment:
 
 
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is called of a GPU is there, of 1 GiB, which torch has a quarter of."""
+def pretended(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """What is called of a GPU is there, of 1 GiB, which torch has a quarter of; the devices that threads have chosen."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.cuda, "Event", Moment)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (3 << 28, 1 << 30))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 1 << 28)
@@ -168,19 +170,22 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aside, "Lane", lambda _: SimpleNamespace(run=nullcontext, on=nullcontext))
     monkeypatch.setattr(copies, "lock_in_pieces", lambda memory, device, pause: 0)
     monkeypatch.setattr(copies, "PIECE", 4096)
+    return chosen
 
 
 @pytest.mark.parametrize("direct", [0, 1, GROUP, 1000, 3000])
 def test_copies_are_asked_for_as_others_get_done(monkeypatch: pytest.MonkeyPatch, direct: int) -> None:
-    asked, done, most = list[int](), 0, 0
+    asked, done, most, least = list[int](), 0, 0, GROUP
 
     class Mark(Moment):
         def record(self) -> None:
             self.at = len(asked)
 
         def synchronize(self) -> None:
-            nonlocal done
+            nonlocal done, least
             done = self.at
+            if len(asked) < 3000:
+                least = min(least, len(asked) - done)  # which the device is at meanwhile
 
     def copied(places: list[Tensor], sources: list[Tensor], non_blocking: bool) -> None:
         nonlocal most
@@ -192,17 +197,18 @@ def test_copies_are_asked_for_as_others_get_done(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch, "_foreach_copy_", copied)
     parts = [torch.empty(number, dtype=torch.uint8) for number in range(3000)]
     passing = Passing()
-    passing.ask([(part, part) for part in parts[:direct]], [(part, part) for part in parts[direct:]])
+    passing.ask([(part, part) for part in parts[:direct]], [(part, part) for part in parts[direct:]], parts)
     assert passing.asked_for.is_set() == (direct <= 2 * GROUP)
     assert done == 0 and len(asked) <= 3 * GROUP
     passing.ask_for_rest()
-    assert asked == list(range(3000)) and most <= 3 * GROUP
+    assert asked == list(range(3000)) and most <= 3 * GROUP and least > 0
     assert passing.asked_for.is_set() and passing.released.at == direct and passing.copied.at == 3000  # pyrefly: ignore
 
 
-@pytest.mark.usefixtures("pretended")
 @pytest.mark.parametrize("early", [True, False], ids=["beside the steps", "at the first save"])
-def test_what_is_on_a_device_comes_by_pieces_and_in_two_parts(tmp_path: Path, early: bool) -> None:
+def test_what_is_on_a_device_comes_by_pieces_and_in_two_parts(
+    pretended: list[torch.device], tmp_path: Path, early: bool
+) -> None:
     plain = {
         "model.a": torch.arange(5000.0),
         "model.b": torch.arange(6000.0).view(60, 100).t(),
@@ -226,7 +232,7 @@ def test_what_is_on_a_device_comes_by_pieces_and_in_two_parts(tmp_path: Path, ea
     with (
         saver_of(tmp_path, 1) as made,
         join_world(rank=0, size=1, device="cpu") as world,
-        patch.object(world, "device", torch.device("cuda", 0)),
+        patch.object(world, "device", torch.device("cuda", 3)),
         patch.object(Aside, "take", noted),
         patch.object(Aside, "keep_room", lambda self, sizes: kept.append(sizes)),
         closing(HandOver(made.ways[0], world)) as saves,
@@ -247,11 +253,29 @@ def test_what_is_on_a_device_comes_by_pieces_and_in_two_parts(tmp_path: Path, ea
             assert saves._copies is not None
             saves._copies._in_time = 30_000
     assert chosen[0] == 5 and 0 < chosen[1] < 5
+    assert pretended == [torch.device("cuda", 3)] * 2  # a thread begins with the first device
     found = list_checkpoints(tmp_path / "checkpoints")[0]
     assert [checkpoint.step for checkpoint in found] == [1, 2]
     for checkpoint in found:
         loaded = dict(whole_tensors(checkpoint))
         assert all(torch.equal(loaded[name], tensor) for name, tensor in plain.items())
+
+
+@pytest.mark.usefixtures("pretended")
+def test_an_error_while_copies_are_asked_for_holds_up_no_update(tmp_path: Path) -> None:
+    state: dict[str, Tensor] = {"model.a": torch.arange(5000.0).as_subclass(OnDevice)}
+    with (
+        saver_of(tmp_path, 1) as made,
+        join_world(rank=0, size=1, device="cpu") as world,
+        patch.object(world, "device", torch.device("cuda", 0)),
+        closing(HandOver(made.ways[0], world)) as saves,
+    ):
+        rest = patch.object(Passing, "ask_for_rest", side_effect=RuntimeError("gone"))
+        with rest, patch.object(Passing, "ask", lambda *_: None):
+            assert saves.take(1, state, {}, time.monotonic(), keep=2)
+            saves.before_update()
+            with pytest.raises(RuntimeError, match="gone"):
+                saves.wait()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
