@@ -237,8 +237,10 @@ def test_what_is_on_a_device_comes_by_pieces_and_in_two_parts(
         patch.object(Aside, "keep_room", lambda self, sizes: kept.append(sizes)),
         closing(HandOver(made.ways[0], world)) as saves,
     ):
+        assert not saves.overlaps
         if early:
             saves.get_ready(state)
+            assert saves.overlaps
             for number in range(SETTLED + 1):
                 assert len(kept) == (number >= SETTLED)
                 saves.before_update()
@@ -249,7 +251,7 @@ def test_what_is_on_a_device_comes_by_pieces_and_in_two_parts(
             assert saves.take(step, state, {}, time.monotonic(), keep=2)
             saves.before_update()
             saves.wait()
-            assert saves.copies == []
+            assert saves.overlaps and saves.copies == []
             assert saves._copies is not None
             saves._copies._in_time = 30_000
     assert chosen[0] == 5 and 0 < chosen[1] < 5
