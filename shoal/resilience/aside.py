@@ -13,6 +13,9 @@ from shoal.parallel.host import Lane
 SPARE = 0.05  # of a device's memory, which is left free
 WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """types by which tensors of so many bytes an element are copied: many at once only where all are of one"""
+LARGE = (
+    1 << 24
+)  # elements: torch 2.11 copies 21 million by one launch where it copies many tensors, and any number of one
 
 
 class Aside:
@@ -53,7 +56,9 @@ class Aside:
         sizes = sizes_of(sources)
         try:
             chosen = set_aside(sizes, late, self._room())
-            made = [torch.empty_like(sources[number]) for number in chosen]
+            made = [
+                torch.empty_like(sources[number], memory_format=torch.contiguous_format) for number in chosen
+            ]
         except torch.OutOfMemoryError:
             return {}
         _copy_all(made, [sources[number] for number in chosen])
@@ -62,6 +67,12 @@ class Aside:
         self._keeps(max(kept, sum(sizes[number] for number in found)))
         self.copies = list(found.values())
         return found
+
+    def let_go(self) -> None:
+        """All copies have passed: torch's cache has their memory."""
+        kept = self._kept if self._freed == self._freed_now() else 0
+        self._keeps(max(kept, sum(copy.nbytes for copy in self.copies)))
+        self.copies = []
 
     def _note_needs(self) -> None:
         if self._kept and self._freed != self._freed_now():
@@ -84,11 +95,11 @@ class Aside:
 
 
 def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """By few kernels, as far as tensors are contiguous: a stream takes only so many, see [Note: copies on their way]."""
+    """By few launches, as far as tensors are contiguous: a stream takes only so many, see [Note: copies on their way]."""
     by_width: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         width = WIDTHS.get(source.element_size())
-        if width is None or not (source.is_contiguous() and target.is_contiguous()):
+        if width is None or source.numel() >= LARGE or not source.is_contiguous():
             target.copy_(source)
             continue
         to, of = by_width.setdefault(width, ([], []))

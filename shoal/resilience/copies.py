@@ -132,7 +132,11 @@ class Copies:
 
     def _pairs_of(self, number: int, source: Tensor) -> list[Pair]:
         """What is copied where, of an item of the device."""
-        place, read = self._place_of(number, source.nbytes), source.contiguous().view(-1).view(torch.uint8)
+        if not source.nbytes:
+            return []
+        place = self._place_of(number, source.nbytes)
+        # strides of dims of one element may be anything, and then it cannot be seen as bytes
+        read = source.contiguous().as_strided((source.numel(),), (1,)).view(torch.uint8)
         pieces = in_pieces(place, self._begins[number])
         return [(part, read[begin : begin + len(part)]) for part, begin in pieces]
 
@@ -148,7 +152,7 @@ class Copies:
             torch.cuda.set_device(self._device)
             with torch.no_grad(), self._aside.lane.on():
                 passing.ask_for_rest()
-            self._aside.copies = []
+            self._aside.let_go()
             self._in_time = passing.in_time
             then(held_up_s + passing.late_s)
         except Exception as error:  # of the device; told by who waits

@@ -61,9 +61,8 @@ class HandOver:
 
     @property
     def overlaps(self) -> bool:
-        """Whether the next save only asks the device for copies, so that steps need not be read before it. Equal on all ranks."""
-        on_gpu = self._world.device.type == "cuda"
-        return on_gpu and (self._copies is not None or self._making is not None)
+        """Whether the next save only asks the device for copies."""
+        return self._copies is not None and self._copies.on_gpu
 
     @property
     def copies(self) -> list[Tensor]:

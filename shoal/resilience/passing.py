@@ -1,8 +1,8 @@
 """`Passing`: a state on its way from a device to host memory, by copies that a stream is asked for in groups.
 
-[Note: copies on their way] A stream takes 1,020 copies; who asks for another waits until one is done. Of an 8B model one rank of
-two had 1,343 and waited for 0.3 s, and the other for it. So a rank asks for 768, and a thread for the rest as those get done: for
-each group by one call, since a call for each copy takes the interpreter from the rank every time.
+[Note: copies on their way] A stream takes 1,020 copies or kernels; who asks for another waits until one is done. Of an 8B model
+one rank of two had 1,343 copies and waited for 0.3 s, and the other for it. So a rank asks for 512, and a thread for the rest as
+those get done: for each group by one call, since a call for each copy takes the interpreter from the rank every time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 ALL = 1 << 62
 SURELY = 0.9  # of the bytes that passed before an update: another time it may come sooner
 GROUP = 256  # copies
-AT_ONCE = 3  # groups
+AT_ONCE = 2  # groups
 Pair = tuple[Tensor, Tensor]
 """a place in host memory, and what is copied there"""
 

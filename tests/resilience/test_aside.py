@@ -89,6 +89,17 @@ def test_what_torch_gave_back_for_steps_is_kept_no_longer(device: Device) -> Non
     assert sorted(aside.take(state, late=350)) == [1, 2]
 
 
+def test_what_torch_gave_back_while_copies_were_in_use_is_no_need_of_steps(device: Device) -> None:
+    aside, state = Aside(torch.device("cuda")), sources(100, 50, 200)
+    device.most = device.reserved = 400
+    assert sorted(aside.take(state, late=350)) == [0, 1, 2]
+    device.most = device.reserved = 950  # steps came to need 600 beside the copies
+    device.freed += 30
+    aside.let_go()
+    assert aside.copies == []
+    assert sorted(aside.take(state, late=350)) == [0, 1, 2]  # 1000 - 600 - 50
+
+
 def test_where_nothing_was_kept_the_peak_is_what_steps_need(device: Device) -> None:
     aside, state = Aside(torch.device("cuda")), sources(100, 50, 200)
     device.most, device.reserved, device.freed = 850, 600, 250  # as after steps that were recorded

@@ -198,10 +198,10 @@ def test_copies_are_asked_for_as_others_get_done(monkeypatch: pytest.MonkeyPatch
     parts = [torch.empty(number, dtype=torch.uint8) for number in range(3000)]
     passing = Passing()
     passing.ask([(part, part) for part in parts[:direct]], [(part, part) for part in parts[direct:]], parts)
-    assert passing.asked_for.is_set() == (direct <= 2 * GROUP)
-    assert done == 0 and len(asked) <= 3 * GROUP
+    assert passing.asked_for.is_set() == (direct <= GROUP)
+    assert done == 0 and len(asked) <= 2 * GROUP
     passing.ask_for_rest()
-    assert asked == list(range(3000)) and most <= 3 * GROUP and least > 0
+    assert asked == list(range(3000)) and most <= 2 * GROUP and least > 0
     assert passing.asked_for.is_set() and passing.released.at == direct and passing.copied.at == 3000  # pyrefly: ignore
 
 
@@ -214,6 +214,8 @@ def test_what_is_on_a_device_comes_by_pieces_and_in_two_parts(
         "model.b": torch.arange(6000.0).view(60, 100).t(),
         "model.one": torch.tensor(3.5),
         "model.half": torch.arange(3001, dtype=torch.bfloat16),
+        "model.single": torch.arange(3.0).as_strided((1, 1), (7, 3)),
+        "model.empty": torch.arange(4.0).as_strided((0,), (2,)),
         "optimizer.host": torch.arange(777.0),
         "buffer.mask": torch.arange(4099) % 3 == 0,
     }
@@ -240,7 +242,6 @@ def test_what_is_on_a_device_comes_by_pieces_and_in_two_parts(
         assert not saves.overlaps
         if early:
             saves.get_ready(state)
-            assert saves.overlaps
             for number in range(SETTLED + 1):
                 assert len(kept) == (number >= SETTLED)
                 saves.before_update()
@@ -254,7 +255,7 @@ def test_what_is_on_a_device_comes_by_pieces_and_in_two_parts(
             assert saves.overlaps and saves.copies == []
             assert saves._copies is not None
             saves._copies._in_time = 30_000
-    assert chosen[0] == 5 and 0 < chosen[1] < 5
+    assert chosen[0] == 6 and 0 < chosen[1] < 6
     assert pretended == [torch.device("cuda", 3)] * 2  # a thread begins with the first device
     found = list_checkpoints(tmp_path / "checkpoints")[0]
     assert [checkpoint.step for checkpoint in found] == [1, 2]
