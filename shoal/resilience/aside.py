@@ -13,9 +13,8 @@ from shoal.parallel.host import Lane
 SPARE = 0.05  # of a device's memory, which is left free
 WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """types by which tensors of so many bytes an element are copied: many at once only where all are of one"""
-LARGE = (
-    1 << 24
-)  # elements: torch 2.11 copies 21 million by one launch where it copies many tensors, and any number of one
+LARGE = 1 << 24
+"""elements: torch 2.11 copies 21 million by one launch where it copies many tensors, and any number of one"""
 
 
 class Aside:

@@ -2,9 +2,9 @@
 
 [Note: copies beside the next step] On a GPU copies run on a stream of their own. Nothing but the update, and the forward pass for
 buffers, writes into what is copied: the update's stream waits for the copies (`before_update`), and buffers are copied on the
-device first. A thread waits for the last copy and rings. On a CPU the copy is made at once. To make the
-memory and lock it takes 0.4 s a gigabyte: a thread does that beside the first steps (`Making`), piece by piece, since CUDA takes
-no launch meanwhile; but not where steps are recorded, which is refused while another thread asks for memory.
+device first. A thread waits for the last copy and rings. On a CPU the copy is made at once. To make the memory and lock it takes
+0.4 s a gigabyte: a thread does that beside the first steps (`Making`), piece by piece, since CUDA takes no launch meanwhile; but
+not where steps are recorded, which is refused while another thread asks for memory.
 
 [Note: what does not pass in time] There is one step until the next update, and an H200's link to host memory takes 54 GB a second
 (`planner/profiles/h200.json`). Of a larger state the rest is copied on the device first, where it has room (`Aside`), and passes
@@ -135,9 +135,11 @@ class Copies:
         if not source.nbytes:
             return []
         place = self._place_of(number, source.nbytes)
+        pieces = list(in_pieces(place, self._begins[number]))
+        if len(pieces) == 1 and not source.is_contiguous():  # made so when it is copied, and kept no longer
+            return [(place.view(source.dtype).view(source.shape), source)]
         # strides of dims of one element may be anything, and then it cannot be seen as bytes
         read = source.contiguous().as_strided((source.numel(),), (1,)).view(torch.uint8)
-        pieces = in_pieces(place, self._begins[number])
         return [(part, read[begin : begin + len(part)]) for part, begin in pieces]
 
     def _copy_from_host(self, sources: list[Tensor]) -> None:

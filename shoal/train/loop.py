@@ -149,12 +149,13 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.skipped = device, 0
+        self._before: Sent | None = None
         self.restart()
 
     def lap(self, result: StepResult) -> float:
         """Seconds that a step took."""
         now = time.perf_counter()
-        seconds = result.sent.seconds_after(self._before)
+        seconds = result.sent.seconds_after(self._before) if self._before is not None else None
         self._before, waited, self._last = result.sent, now - self._last, now
         return waited if seconds is None else seconds
 
@@ -164,7 +165,7 @@ class Clock:
 
     def interrupted(self) -> None:
         """As `restart`, within a step of which the device has done some: this one is timed by the host."""
-        self._last, self._before = time.perf_counter(), Sent(torch.empty(0))
+        self._last, self._before = time.perf_counter(), None
 
 
 def _periods(settings: Settings) -> tuple[int, int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from shoal.resilience import aside, copies
 from shoal.resilience.aside import Aside, set_aside
 from shoal.resilience.copies import in_pieces
 from shoal.resilience.handover import SETTLED, HandOver
-from shoal.resilience.passing import ALL, GROUP, Passing, passes_in
+from shoal.resilience.passing import ALL, GROUP, Pair, Passing, passes_in
 from shoal.world import World, join_world
 from tests.resilience.test_saver import saver_of
 
@@ -205,6 +206,20 @@ def test_copies_are_asked_for_as_others_get_done(monkeypatch: pytest.MonkeyPatch
     assert passing.asked_for.is_set() and passing.released.at == direct and passing.copied.at == 3000  # pyrefly: ignore
 
 
+@pytest.mark.usefixtures("pretended")
+def test_what_is_read_stays_until_all_is_copied() -> None:
+    """What is copied aside as well: its copy on the device may not have been made yet."""
+    sources = [torch.arange(9) + number for number in range(4)]
+    alive = [weakref.ref(source) for source in sources]
+    places, passing = [torch.empty(9, dtype=torch.int64) for _ in sources], Passing()
+    passing.ask([(places[0], sources[0])], [(places[1], sources[1].clone())], sources)
+    del sources
+    assert all(reference() is not None for reference in alive)
+    passing.ask_for_rest()
+    assert all(reference() is None for reference in alive)
+    assert torch.equal(places[1], torch.arange(9) + 1)
+
+
 @pytest.mark.parametrize("early", [True, False], ids=["beside the steps", "at the first save"])
 def test_what_is_on_a_device_comes_by_pieces_and_in_two_parts(
     pretended: list[torch.device], tmp_path: Path, early: bool
@@ -214,6 +229,7 @@ def test_what_is_on_a_device_comes_by_pieces_and_in_two_parts(
         "model.b": torch.arange(6000.0).view(60, 100).t(),
         "model.one": torch.tensor(3.5),
         "model.half": torch.arange(3001, dtype=torch.bfloat16),
+        "model.turned": torch.arange(30.0).view(5, 6).t(),
         "model.single": torch.arange(3.0).as_strided((1, 1), (7, 3)),
         "model.empty": torch.arange(4.0).as_strided((0,), (2,)),
         "optimizer.host": torch.arange(777.0),
@@ -225,6 +241,11 @@ def test_what_is_on_a_device_comes_by_pieces_and_in_two_parts(
     }
     chosen: list[int] = []
     take, kept = Aside.take, list[list[int]]()
+    ask, held = Passing.ask, list[int]()
+
+    def asked(self: Passing, direct: list[Pair], later: list[Pair], sources: list[Tensor]) -> None:
+        held.append(len(sources))
+        ask(self, direct, later, sources)
 
     def noted(self: Aside, sources: list[Tensor], late: int) -> dict[int, Tensor]:
         found = take(self, sources, late)
@@ -236,6 +257,7 @@ def test_what_is_on_a_device_comes_by_pieces_and_in_two_parts(
         join_world(rank=0, size=1, device="cpu") as world,
         patch.object(world, "device", torch.device("cuda", 3)),
         patch.object(Aside, "take", noted),
+        patch.object(Passing, "ask", asked),
         patch.object(Aside, "keep_room", lambda self, sizes: kept.append(sizes)),
         closing(HandOver(made.ways[0], world)) as saves,
     ):
@@ -255,7 +277,8 @@ def test_what_is_on_a_device_comes_by_pieces_and_in_two_parts(
             assert saves.overlaps and saves.copies == []
             assert saves._copies is not None
             saves._copies._in_time = 30_000
-    assert chosen[0] == 6 and 0 < chosen[1] < 6
+    assert chosen[0] == 7 and 0 < chosen[1] < 7
+    assert held == [len(state)] * 2
     assert pretended == [torch.device("cuda", 3)] * 2  # a thread begins with the first device
     found = list_checkpoints(tmp_path / "checkpoints")[0]
     assert [checkpoint.step for checkpoint in found] == [1, 2]
