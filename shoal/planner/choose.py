@@ -80,6 +80,8 @@ def with_graphs(plan: Plan, work: Workload, cluster: Cluster, global_batch: int)
 
     They are recorded, or, as copies on several devices, compiled as one graph.
     """
+    if global_batch < plan.all_shares:
+        return plan  # for which it is refused
     count = plan.micro_batches(global_batch)[0]
     if (recorded := _recorded(plan, work, cluster, count)) is not None:
         return recorded

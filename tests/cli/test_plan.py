@@ -57,6 +57,12 @@ def test_a_plan_for_another_number_of_devices_is_refused() -> None:
     assert found.exit_code == 2 and "4 ranks, but the cluster has 8 devices" in found.stderr
 
 
+def test_a_batch_of_fewer_samples_than_ranks_is_refused() -> None:
+    found = plan("plan.shard=64", "train.global_batch=8", "--on", "8x8 h100")
+    assert found.exit_code == 2, found.output
+    assert "train.global_batch = 8 cannot be dealt out evenly to replicate x shard = 64 ranks" in found.stderr
+
+
 def test_a_cluster_that_is_not_understood_is_refused() -> None:
     found = plan("--on", "eight h100")
     assert found.exit_code == 2 and "is not understood" in found.stderr
